@@ -71,17 +71,22 @@ class GeneratorChooser:
         return int(torch.searchsorted(cumulative, self._uniform() * cumulative[-1], right=True))
 
 
-def verify_greedy(tree: Tree, tokens: Tensor, choices: Tensor) -> Verdict:
+def verify_greedy(tree: Tree, tokens: Tensor, choices: Tensor | Callable[[int], int]) -> Verdict:
     """Keep drafted tokens as long as each is the base's own choice after the path before it.
 
-    tokens (N,): drafted token of each node, the root's included; choices (N,): argmax of the base's (processed) logits
-    at each node. The emitted tokens are those of plain greedy decoding.
+    tokens (N,): drafted token of each node, the root's included. choices: argmax of the base's processed logits at each
+    node, (N,) for all at once, or node -> token to be asked for the nodes of the kept path alone, from the root down
+    (processors that look at the prefix are costly, and may have state). Emits the tokens of plain greedy decoding.
     """
-    drafted, chosen = _per_node(tree, tokens, "tokens"), _per_node(tree, choices, "choices")
+    drafted = _per_node(tree, tokens, "tokens")
+    choose = choices if callable(choices) else _per_node(tree, choices, "choices").__getitem__
     path = [0]
-    while (child := _child_with_token(tree, drafted, path[-1], chosen[path[-1]])) is not None:
+    while True:
+        token = choose(path[-1])
+        child = _child_with_token(tree, drafted, path[-1], token)
+        if child is None:
+            return Verdict(path, token)
         path.append(child)
-    return Verdict(path, chosen[path[-1]])
 
 
 def verify_point_mass(tree: Tree, tokens: Tensor, law: Law, generator: torch.Generator | Chooser) -> Verdict:
@@ -122,8 +127,9 @@ def verify_sampled(
 ) -> Verdict:
     """Exact for siblings sampled without replacement: reject in turn, with the residual after each sibling.
 
-    tokens (N,): the children of node n, in order, are the draws of `draw_siblings` from draft_law[n]. Nodes of one
-    depth may share the draws (a head that does not see the path), since a round visits one node a depth.
+    tokens (N,): the children of node n, by rank 0, 1, …, are the draws of `draw_siblings` from draft_law[n]; a missing
+    rank is an error. Nodes of one depth may share the draws (a head that does not see the path), since a round visits
+    one node a depth.
     draft_law (N, V): row n is the law q those draws had; rows of leaves are not read.
 
     At a node the j-th child x is accepted with probability min(1, p(x)/q(x)), where p is the law left by the rejected
@@ -140,7 +146,9 @@ def verify_sampled(
         p = _target_law(law, node)
         children = tree.children[node]
         q = as_law(draft_law[node], f"the draft law at node {node}", size=len(p)) if children else p
-        for child in children:
+        for draw, child in enumerate(children):
+            if tree.ranks[child] != draw:
+                raise ValueError(f"node {child} has rank {tree.ranks[child]} but is draw {draw} of its siblings")
             token = drafted[child]
             q_now = _law_of_draw(q, token, f"the draft law at node {node}")
             residual = _accept(p, q_now, token, chooser)
