@@ -1,0 +1,1 @@
+"""The decoder: candidate trees, one-pass verification, drafters, the generation engine and `medusa-decode`."""

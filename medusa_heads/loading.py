@@ -1,0 +1,125 @@
+"""Finding and loading a base: an embedded name, a local directory, a Hub id or a GGUF file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from medusa_heads.attention import FOLDED, register
+from medusa_heads.base import Base
+from medusa_heads.embedded import EMBEDDED, resolve_embedded
+from medusa_heads.errors import BaseLoadError, ConfigError, UnsupportedModelError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> str | torch.dtype:
+    """`auto` is the checkpoint's own dtype, but float32 on a CPU that has no bfloat16 arithmetic."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype == "auto":
+        slow = device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return torch.float32 if slow else "auto"
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype must be auto or one of {', '.join(DTYPES)}, not {dtype!r}")
+    return DTYPES[dtype]
+
+
+def load(
+    name: str = "smollm2-135m",
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device | None = None,
+    device_map: Any = None,
+    quantization_config: Any = None,
+    revision: str | None = None,
+    token: str | None = None,
+    trust_remote_code: bool = False,
+    local_files_only: bool = False,
+    prepack: bool = True,
+) -> Base:
+    """Loads a base and its tokenizer.
+
+    Args:
+        name: an embedded name (`smollm2-135m`), a local directory, a Hub id, or the path of a `.gguf` file.
+        dtype: `auto`, `float32`, `bfloat16` or `float16`.
+        device: where to put it; default the GPU if there is one. Not together with `device_map`.
+        quantization_config: passed to transformers (bitsandbytes, torchao, …).
+        prepack: pack the linear layers for the CPU at load, which about halves each decoding step there.
+
+    Raises:
+        BaseLoadError: not found, unreadable.
+        UnsupportedModelError: not a causal LM, or one whose layers cannot take a tree.
+    """
+    if device is not None and device_map is not None:
+        raise ConfigError(f"device={device!r} and device_map={device_map!r} exclude each other")
+    target = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
+    where: dict[str, Any] = {"revision": revision, "token": token, "local_files_only": local_files_only}
+    source = name
+    options: dict[str, Any] = {"dtype": resolve_dtype(dtype, target), "trust_remote_code": trust_remote_code}
+    if name in EMBEDDED:
+        source, where = str(resolve_embedded(name)), {"local_files_only": True}
+    elif name.endswith(".gguf"):
+        path = Path(name)
+        if not path.is_file():
+            raise BaseLoadError(f"there is no file {name}")
+        source = str(path.parent)
+        where["gguf_file"] = path.name
+        options |= _dequantised(path.name)
+        if options["dtype"] == "auto":
+            options["dtype"] = torch.bfloat16
+    if quantization_config is not None:
+        options["quantization_config"] = quantization_config
+    if device_map is not None:
+        options["device_map"] = device_map
+    model, tokenizer = _from_pretrained(name, source, where, options)
+    if device_map is None and quantization_config is None:
+        model = model.to(target)
+    base = Base(model, tokenizer, name, getattr(model.config, "_commit_hash", None) or revision)
+    _choose_attention(base)
+    if prepack and quantization_config is None:
+        base.prepack()
+    return base
+
+
+def _dequantised(gguf_file: str) -> dict[str, Any]:
+    """Newer transformers keep GGUF weights packed unless told; the older ones always unpack."""
+    try:
+        from transformers import GgufConfig
+    except ImportError:
+        return {}
+    return {"quantization_config": GgufConfig(gguf_file=gguf_file, dequantize=True)}
+
+
+def _from_pretrained(name: str, source: str, where: dict[str, Any], options: dict[str, Any]) -> tuple[Any, Any]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(source, **where, **options)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=options["trust_remote_code"], **where)
+    except OSError as error:
+        raise BaseLoadError(f"cannot load the base {name!r}: {_first_line(error)}") from error
+    except ValueError as error:
+        if "Unrecognized configuration class" in str(error):
+            raise UnsupportedModelError(f"{name!r} is not a causal language model of transformers") from error
+        raise BaseLoadError(f"cannot load the base {name!r}: {_first_line(error)}") from error
+    return model, tokenizer
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def _choose_attention(base: Base) -> None:
+    """Grouped queries go through the folded attention; a family whose attention caps its scores needs `eager`."""
+    if getattr(base.config, "attn_logit_softcapping", None) is not None:
+        base.model.set_attn_implementation("eager")
+        return
+    groups = base.config.num_attention_heads // (
+        getattr(base.config, "num_key_value_heads", None) or base.config.num_attention_heads
+    )
+    if groups > 1 and base.config._attn_implementation == "sdpa" and base.model._supports_attention_backend:
+        register()
+        base.model.set_attn_implementation(FOLDED)
