@@ -19,10 +19,12 @@ def accept_or_resample(
     Accept the drafted token x with probability min(1, p(x) / q(x)); otherwise sample from the residual,
     max(0, p - q) renormalised (Leviathan et al. 2023, algorithm 1; Chen et al. 2023).
 
-    Edges: with p = q rejection has probability 0 and the residual is empty; where rounding rejects all the same, p itself
-    is sampled. A token with q(x) = 0 cannot have been sampled from q; the ratio's limit accepts it if p(x) > 0, and it is
-    never emitted if p(x) = 0. Raises ValueError if p or q is no law (not 1-D, not finite, negative, not summing to 1), if
-    their lengths differ, or if the token is outside the vocabulary.
+    Edges: with p = q rejection has probability 0 and the residual is empty; where rounding rejects all the same, p
+    itself is sampled. A token with q(x) = 0 cannot have been sampled from q (`decode.verify` refuses it as a drafter's
+    fault); here the ratio's limit accepts it if p(x) > 0, and it is never emitted if p(x) = 0.
+
+    Raises ValueError if p or q is no law (not 1-D, not finite, negative, not summing to 1), if their lengths differ, or
+    if the token is outside the vocabulary.
     """
     p, q = _law(p_target, "p_target"), _law(p_draft, "p_draft")
     if len(p) != len(q):
