@@ -1,0 +1,79 @@
+"""The model card of a heads' repository: what they are, for which base, how good, how to use them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from huggingface_hub import ModelCard, ModelCardData
+
+from medusa_heads.config import MedusaConfig
+
+TEMPLATE = """---
+{{ card_data }}
+---
+
+# {{ title }}
+
+{{ num_heads }} Medusa heads of {{ num_layers }} residual block{{ "s" if num_layers != 1 else "" }} for `{{ base }}`
+{%- if revision %} at revision `{{ revision }}`{% endif %}, trained with medusa-heads on text that the base wrote itself.
+They propose tokens; the base decides. Decoded with medusa-heads, the text has the law of the base alone.
+
+| | |
+|---|---|
+| parameters | {{ parameters }}{{ share }} |
+| vocabulary projection | {{ projection }} |
+{%- for name, value in facts.items() %}
+| {{ name }} | {{ value }} |
+{%- endfor %}
+
+## Use
+
+```
+pip install medusa-heads
+medusa-decode generate --base {{ base }} --heads {{ repo or "PATH" }} "Why is the sky blue?"
+```
+
+```python
+from medusa_heads import Base, MedusaHeads
+
+base = Base.load("{{ base }}")
+heads = MedusaHeads.from_pretrained("{{ repo or "PATH" }}", base=base)
+```
+"""
+
+
+def model_card(
+    config: MedusaConfig,
+    num_parameters: int,
+    *,
+    base_parameters: int | None = None,
+    facts: Mapping[str, Any] | None = None,
+    repo: str | None = None,
+) -> str:
+    """The card as Markdown. `facts` are further rows of its table: data, τ, tree, evaluation."""
+    base = config.base_model_name_or_path or "unknown base"
+    rows = f"{config.draft_vocab_size} frequent rows of" if config.draft_vocab_size else ""
+    projection = f"{rows} the base's".strip() if not config.own_projection else "their own"
+    share = f" ({num_parameters / base_parameters:.2%} of the base)" if base_parameters else ""
+    data = ModelCardData(
+        library_name="medusa-heads",
+        base_model=base if "/" in base else None,
+        tags=["medusa-heads", "medusa", "speculative-decoding"],
+        pipeline_tag="text-generation",
+    )
+    card = ModelCard.from_template(
+        data,
+        template_str=TEMPLATE,
+        title=f"Medusa heads for {base}",
+        base=base,
+        revision=config.base_revision,
+        num_heads=config.num_heads,
+        num_layers=config.num_layers,
+        parameters=f"{num_parameters:,}",
+        share=share,
+        projection=projection,
+        facts=dict(facts or {}),
+        repo=repo,
+    )
+    return str(card)

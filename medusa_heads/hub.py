@@ -1,0 +1,270 @@
+"""Saving, loading and sharing heads, on huggingface_hub's own mixin.
+
+A heads' directory holds `config.json`, `model.safetensors` and, as training leaves them, `tree.json` (the draft tree),
+`metrics.json`, `training_config.yaml` and `README.md` (the model card). It is written beside its place, checked and
+renamed, so that a directory with that name is always whole.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from huggingface_hub import ModelHubMixin, snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from medusa_heads.config import MedusaConfig
+from medusa_heads.errors import ConfigError, HeadsError
+
+if TYPE_CHECKING:
+    from medusa_heads.base import Base
+
+WEIGHTS = "model.safetensors"
+CONFIG = "config.json"
+EXTRAS = ("tree.json", "metrics.json", "training_config.yaml", "README.md")
+ASSETS = Path(__file__).parent / "assets"
+
+H = TypeVar("H", bound="HeadsHubMixin")
+
+
+def heads_directory(
+    name: str | Path,
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | Path | None = None,
+    local_files_only: bool = False,
+    force_download: bool = False,
+) -> Path:
+    """The local directory of heads named by a path, an embedded name or a Hub id; fetched if need be.
+
+    A path wins over an embedded name, and both over the Hub. `revision` belongs to the Hub alone.
+    """
+    path = Path(name)
+    if path.is_dir():
+        return path
+    if (ASSETS / str(name) / CONFIG).is_file():
+        return ASSETS / str(name)
+    try:
+        return Path(
+            snapshot_download(
+                str(name),
+                revision=revision,
+                token=token,
+                cache_dir=cache_dir,
+                local_files_only=local_files_only,
+                force_download=force_download,
+                allow_patterns=[CONFIG, WEIGHTS, *EXTRAS],
+            )
+        )
+    except HFValidationError:
+        raise HeadsError(f"no heads at {name}: not a directory, and not a valid repository id") from None
+    except LocalEntryNotFoundError:
+        raise HeadsError(f"no heads {str(name)!r}: not a directory, not in the cache, and the Hub is out of reach") from None
+    except RepositoryNotFoundError:
+        raise HeadsError(f"no heads {str(name)!r}: not a directory, and the Hub has no such repository for you") from None
+    except (HfHubHTTPError, OSError) as error:
+        raise HeadsError(f"cannot fetch the heads {str(name)!r}: {str(error).splitlines()[0]}") from error
+
+
+def read_config(directory: Path) -> MedusaConfig:
+    """The config of a heads' directory."""
+    path = directory / CONFIG
+    if not path.is_file():
+        raise HeadsError(f"{directory} has no {CONFIG}: not a directory of heads")
+    try:
+        data = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise HeadsError(f"{path} is not JSON: {error}") from None
+    try:
+        return MedusaConfig.from_dict(data)
+    except (ConfigError, TypeError) as error:
+        raise HeadsError(f"{path}: {error}") from None
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file. No pickle is ever read here."""
+    if not path.is_file():
+        raise HeadsError(f"{path.parent} has no {path.name}")
+    try:
+        return load_file(path)
+    except (SafetensorError, ValueError, OSError) as error:
+        raise HeadsError(f"{path} is damaged or no safetensors file: {error}") from None
+
+
+def load_exact(module: nn.Module, tensors: Mapping[str, Tensor], where: str) -> None:
+    """Loads tensors into a module; a missing, unexpected or misshapen one is an error that names it."""
+    expected = module.state_dict()
+    missing = sorted(set(expected) - set(tensors))
+    unexpected = sorted(set(tensors) - set(expected))
+    if missing or unexpected:
+        raise HeadsError(f"{where}: missing tensors {missing or 'none'}, unexpected tensors {unexpected or 'none'}")
+    for key, tensor in tensors.items():
+        if tensor.shape != expected[key].shape:
+            raise HeadsError(f"{where}: {key} has shape {tuple(tensor.shape)}; config asks {tuple(expected[key].shape)}")
+        if tensor.is_floating_point() != expected[key].is_floating_point():
+            raise HeadsError(f"{where}: {key} has dtype {tensor.dtype}; the module's is {expected[key].dtype}")
+    module.load_state_dict(dict(tensors), assign=True)
+
+
+def check_base(config: MedusaConfig, base: Base, check_weights: bool = True) -> None:
+    """Raises HeadsError, naming both sides, unless the heads were trained on this base."""
+    ours = base.fingerprint()
+    names = ["hidden_size", "vocab_size", "tokenizer_hash"] + (["weights_hash"] if check_weights else [])
+    for name in names:
+        trained_on = getattr(config, name)
+        if trained_on is not None and ours[name] is not None and trained_on != ours[name]:
+            raise HeadsError(
+                f"these heads belong to another base: {name} is {trained_on!r} for {config.base_model_name_or_path!r}, "
+                f"on which they were trained, and {ours[name]!r} for {base.name!r}"
+            )
+
+
+class HeadsHubMixin(ModelHubMixin, library_name="medusa-heads", tags=["medusa-heads", "speculative-decoding"]):
+    """`from_pretrained`, `save_pretrained` and `push_to_hub` for heads."""
+
+    config: MedusaConfig
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]
+        cls: type[H],
+        name: str | Path,
+        *,
+        base: Base | None = None,
+        check_weights: bool = True,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        cache_dir: str | Path | None = None,
+        local_files_only: bool = False,
+        force_download: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> H:
+        """Heads from a directory, an embedded name or a Hub id.
+
+        Args:
+            base: check that the heads were trained on it, and put them on its device in its dtype.
+            check_weights: False accepts a base whose norms differ (a fine-tune of the trained one).
+            dtype: default the base's, or without a base the file's.
+
+        Raises:
+            HeadsError: not found, damaged, tensors missing, unexpected or misshapen, or another base.
+        """
+        directory = heads_directory(
+            name,
+            revision=revision,
+            token=token,
+            cache_dir=cache_dir,
+            local_files_only=local_files_only,
+            force_download=force_download,
+        )
+        config = read_config(directory)
+        if base is not None:
+            check_base(config, base, check_weights)
+        heads = cls(config)  # type: ignore[call-arg]
+        module: Any = heads
+        load_exact(module, read_weights(directory / WEIGHTS), str(directory / WEIGHTS))
+        if base is not None:
+            module.to(device=base.device, dtype=dtype or base.dtype)
+        elif dtype is not None:
+            module.to(dtype=dtype)
+        return module.eval()
+
+    def save_pretrained(  # type: ignore[override]
+        self,
+        save_directory: str | Path,
+        *,
+        extras: Mapping[str, str] | None = None,
+        dtype: torch.dtype | None = torch.bfloat16,
+        repo_id: str | None = None,
+        push_to_hub: bool = False,
+        **push_options: Any,
+    ) -> str | None:
+        """Writes the heads' directory; it appears whole or not at all.
+
+        Args:
+            extras: further files by name, as text: tree.json, metrics.json, training_config.yaml, README.md. Files of
+                a directory that is overwritten and not named here are gone.
+            dtype: of the stored weights; None keeps them as they are.
+        """
+        target = Path(save_directory)
+        unknown = sorted(set(extras or {}) - set(EXTRAS))
+        if unknown:
+            raise ValueError(f"unknown files {unknown}; a heads' directory holds {EXTRAS} beside config and weights")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+        try:
+            self._save_pretrained(scratch, dtype=dtype)
+            for name, text in (extras or {}).items():
+                (scratch / name).write_text(text, encoding="utf-8")
+            type(self).from_pretrained(scratch)
+            scratch.chmod(0o755)
+            if target.exists():
+                old = Path(tempfile.mkdtemp(prefix=f".{target.name}-old-", dir=target.parent))
+                target.rename(old / target.name)
+                scratch.rename(target)
+                shutil.rmtree(old)
+            else:
+                scratch.rename(target)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+        if push_to_hub:
+            return self.push_directory(target, repo_id or target.name, **push_options)
+        return None
+
+    def _save_pretrained(self, save_directory: Path, dtype: torch.dtype | None = torch.bfloat16) -> None:
+        module: Any = self
+        tensors = {}
+        for key, tensor in module.state_dict().items():
+            if tensor.numel() == 0:
+                raise HeadsError(f"{key} is empty: gather sharded parameters before saving")
+            stored = tensor.detach().to("cpu", copy=True).contiguous()
+            tensors[key] = stored.to(dtype) if dtype is not None and stored.is_floating_point() else stored
+        (save_directory / CONFIG).write_text(json.dumps(self.config.to_dict(), indent=2) + "\n")
+        save_file(tensors, save_directory / WEIGHTS, metadata={"format": "pt"})
+
+    def push_to_hub(  # type: ignore[override]
+        self, repo_id: str, *, extras: Mapping[str, str] | None = None, **options: Any
+    ) -> str:
+        """Uploads the heads with their model card. `options` go to `HfApi.create_repo` and `upload_folder`.
+
+        Returns the commit's address. Without a README.md among `extras`, the card is written from the config.
+        """
+        from medusa_heads.card import model_card
+
+        with tempfile.TemporaryDirectory() as scratch:
+            directory = Path(scratch) / "heads"
+            files = dict(extras or {})
+            module: Any = self
+            files.setdefault("README.md", model_card(self.config, module.num_parameters))
+            self.save_pretrained(directory, extras=files)
+            return self.push_directory(directory, repo_id, **options)
+
+    @staticmethod
+    def push_directory(
+        directory: Path,
+        repo_id: str,
+        *,
+        private: bool | None = None,
+        token: str | None = None,
+        revision: str | None = None,
+        commit_message: str = "Upload heads",
+    ) -> str:
+        """Uploads a heads' directory as it is. Returns the commit's address."""
+        from huggingface_hub import HfApi
+
+        api = HfApi(token=token)
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        if revision is not None:
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        info = api.upload_folder(
+            repo_id=repo_id, folder_path=directory, commit_message=commit_message, revision=revision
+        )
+        return str(info.commit_url)
