@@ -77,14 +77,6 @@ def is_embedded(name: str) -> bool:
     return name in EMBEDDED
 
 
-def embedded_heads(name: str) -> Path:
-    """The directory of the heads that ship for an embedded base. Raises `BaseLoadError` where there are none."""
-    path = Path(__file__).parent / "assets" / name
-    if not (path / "config.json").is_file():
-        raise BaseLoadError(f"no heads for '{name}' ship with this installation: {path} has no config.json")
-    return path
-
-
 def cache_dir() -> Path:
     """Where converted bases are kept; made on first use."""
     if own := os.environ.get("MEDUSA_HEADS_CACHE"):

@@ -1,0 +1,159 @@
+"""`medusa-decode chat`: a conversation in the terminal, answers as they are made."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from decode.cli import common
+from medusa_heads.errors import UserError
+
+if TYPE_CHECKING:
+    from decode.engine import Decoder, GenerationSettings
+
+HELP = """\
+/reset        forget the conversation
+/save FILE    write the conversation to FILE as JSON messages
+/stats        tokens, speed and acceptance length of the conversation
+/help         this list
+/quit         leave (so do Ctrl-D, and Ctrl-C where no answer runs)
+Ctrl-C stops one answer; what was said so far stays in the conversation."""
+
+
+def chat(
+    base: common.BaseOption = None,
+    heads: common.HeadsOption = None,
+    plain: common.PlainOption = False,
+    system: Annotated[str | None, typer.Option("--system", help="A system message to start from.")] = None,
+    dtype: common.DtypeOption = common.Dtype.auto,
+    device: common.DeviceOption = None,
+    temperature: common.TemperatureOption = 0.0,
+    top_k: common.TopKOption = 0,
+    top_p: common.TopPOption = 1.0,
+    max_new_tokens: common.MaxNewTokensOption = 1024,
+    seed: common.SeedOption = None,
+    color: Annotated[
+        bool, typer.Option("--color", help="Underline the text that the heads drafted and the base accepted.")
+    ] = False,
+    debug: common.DebugOption = False,
+) -> None:
+    """Talk with the model; /help lists what can be typed."""
+    settings = common.settings(
+        max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
+    )
+    decoder = common.load_pair(base, heads, plain=plain, dtype=dtype, device=device).decoder()
+    start = [{"role": "system", "content": system}] if system else []
+    conversation = Conversation(decoder, settings, start, color=color)
+    if sys.stdin.isatty():
+        typer.echo(f"{decoder.base.name}; /help lists what can be typed.", err=True)
+    while (line := read_line()) is not None:
+        if not line.strip():
+            continue
+        if line.strip() in ("/quit", "/exit"):
+            return
+        try:
+            if line.startswith("/"):
+                typer.echo(conversation.command(line))
+            else:
+                conversation.ask(line)
+        except UserError as error:  # a conversation goes on after a mistyped command or a full context
+            typer.echo(f"error: {error}", err=True)
+
+
+def read_line() -> str | None:
+    """The next line that the user types, or None where there is none."""
+    interactive = sys.stdin.isatty()
+    if interactive:
+        import readline  # noqa: F401 (editing and history of input())
+    try:
+        return input("> " if interactive else "")
+    except (EOFError, KeyboardInterrupt):
+        if interactive:
+            typer.echo()
+        return None
+
+
+@dataclass
+class Conversation:
+    """The messages so far, and what they cost."""
+
+    decoder: Decoder
+    settings: GenerationSettings
+    start: list[dict[str, Any]]
+    color: bool = False
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    answers: int = 0
+    new_tokens: int = 0
+    base_forwards: int = 0
+    seconds: float = 0.0
+
+    def ask(self, text: str) -> None:
+        """Answer a user turn on standard output. Ctrl-C ends the answer and keeps what was said."""
+        question = {"role": "user", "content": text}
+        prompt_ids = common.render(self.decoder.base, [*self.start, *self.messages, question])
+        # each answer has its own seed, and the same conversation gives the same answers again
+        seed = None if self.settings.seed is None else self.settings.seed + self.answers
+        said: list[str] = []
+        stream = self.decoder.stream(prompt_ids, replace(self.settings, seed=seed))
+        try:
+            for chunk in stream:
+                said.append(chunk.text)
+                self.show(chunk)
+                if chunk.result is not None:
+                    self.count(chunk.result.stats)
+        except KeyboardInterrupt:
+            stream.close()
+            typer.echo(" [stopped]", nl=False, err=True)
+        typer.echo()
+        self.answers += 1
+        self.messages += [question, {"role": "assistant", "content": "".join(said)}]
+
+    def show(self, chunk: Any) -> None:
+        sys.stdout.write(chunk.text)
+        sys.stdout.flush()
+
+    def count(self, stats: Any) -> None:
+        self.new_tokens += stats.new_tokens
+        self.base_forwards += stats.base_forwards
+        self.seconds += stats.seconds
+
+    def command(self, line: str) -> str:
+        """Do what a line that starts with a slash says; returns what to show."""
+        name, _, argument = line.strip().partition(" ")
+        if name == "/help":
+            return HELP
+        if name == "/reset":
+            self.messages.clear()
+            return "forgotten"
+        if name == "/stats":
+            return self.figures()
+        if name == "/save":
+            return self.save(argument.strip())
+        raise UserError(f"there is no command {name}; /help lists them")
+
+    def figures(self) -> str:
+        if not self.base_forwards:
+            return "no answer yet"
+        speed = self.new_tokens / self.seconds
+        tau = self.new_tokens / self.base_forwards
+        return (
+            f"{self.answers} answers, {self.new_tokens} tokens in {self.seconds:.1f} s: "
+            f"{speed:.1f} tokens/s, acceptance length {tau:.2f}"
+        )
+
+    def save(self, name: str) -> str:
+        """Write the conversation as `{"messages": [...]}`, which `generate --input` and the trainer read."""
+        if not name:
+            raise UserError("/save needs a file name")
+        path = Path(name).expanduser()
+        text = json.dumps({"messages": [*self.start, *self.messages]}, ensure_ascii=False, indent=2)
+        try:
+            path.write_text(text + "\n", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"cannot write {path}: {error.strerror}") from error
+        return f"saved {len(self.messages)} messages to {path}"

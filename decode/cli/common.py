@@ -1,0 +1,173 @@
+"""What the commands share: their options, and loading a base with its heads."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from medusa_heads.embedded import DEFAULT_EMBEDDED
+from medusa_heads.errors import HeadsError, UserError
+
+if TYPE_CHECKING:
+    from decode.engine import Decoder, GenerationSettings
+    from decode.tree import Tree
+    from medusa_heads.base import Base
+    from medusa_heads.medusa import MedusaHeads
+
+
+class Dtype(str, Enum):
+    """Arithmetic of the base; `auto` is what its checkpoint says."""
+
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+BaseOption = Annotated[
+    str | None,
+    typer.Option("--base", metavar="NAME", help="Local directory, Hub id, .gguf file or embedded name."),
+]
+HeadsOption = Annotated[
+    str | None, typer.Option("--heads", metavar="NAME", help="Directory, Hub id or embedded name of trained heads.")
+]
+PlainOption = Annotated[bool, typer.Option("--plain", help="The same engine without heads.")]
+DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Greedy text is the base's own, exactly, in float32.")]
+DeviceOption = Annotated[str | None, typer.Option("--device", metavar="DEVICE", help="Default: a GPU if there is one.")]
+TemperatureOption = Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy.")]
+TopKOption = Annotated[int, typer.Option("--top-k", min=0, help="0 keeps all tokens.")]
+TopPOption = Annotated[float, typer.Option("--top-p", min=0.0, max=1.0, help="1 keeps all tokens.")]
+MaxNewTokensOption = Annotated[int, typer.Option("--max-new-tokens", min=1)]
+SeedOption = Annotated[int | None, typer.Option("--seed", help="The same seed gives the same text.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="For machines: JSON on standard output.")]
+DebugOption = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A base, and its heads unless it decodes plainly."""
+
+    base: Base
+    heads: MedusaHeads | None
+    tree: Tree | None = None
+    """The draft tree stored beside the heads."""
+
+    def decoder(self) -> Decoder:
+        from decode.drafters.medusa import MedusaDrafter
+        from decode.engine import Decoder
+
+        if self.heads is None:
+            return Decoder(self.base)
+        return Decoder(self.base, MedusaDrafter(self.heads, self.base, self.tree))
+
+
+def choose(base: str | None, heads: str | None, plain: bool) -> tuple[str | None, str | None]:
+    """Names of the base and the heads to use; a base of None is the one that the heads name.
+
+    With neither named, the embedded pair. Raises `UserError` where a base is named whose heads are not known.
+    """
+    if plain:
+        if heads is not None:
+            raise UserError(f"--plain decodes without heads, and --heads {heads} names some: leave one out")
+        return base or DEFAULT_EMBEDDED, None
+    if heads is not None:
+        return base, heads
+    if base in (None, DEFAULT_EMBEDDED):
+        return DEFAULT_EMBEDDED, DEFAULT_EMBEDDED
+    raise UserError(f"no heads are named for the base {base}: pass --heads, or --plain to decode without")
+
+
+def load_pair(base: str | None, heads: str | None, *, plain: bool, dtype: Dtype, device: str | None) -> Pair:
+    """Load a base and heads that are checked against it; see `choose`."""
+    base_name, heads_name = choose(base, heads, plain)
+    from medusa_heads.base import Base
+    from medusa_heads.hub import heads_directory, read_config
+    from medusa_heads.medusa import MedusaHeads
+
+    quiet_transformers()
+    directory = None if heads_name is None else heads_directory(heads_name)
+    revision = None
+    if base_name is None:
+        assert directory is not None
+        config = read_config(directory)
+        base_name, revision = config.base_model_name_or_path, config.base_revision
+        if base_name is None:
+            raise UserError(f"the heads {heads_name} do not name their base: pass --base")
+    with notices_on_stderr():
+        loaded = Base.load(base_name, dtype=dtype.value, device=device, revision=revision)
+    if directory is None:
+        return Pair(loaded, None)
+    return Pair(loaded, MedusaHeads.from_pretrained(directory, base=loaded), read_tree(directory))
+
+
+def read_tree(directory: Path) -> Tree | None:
+    """The draft tree that is stored in a heads' directory, None where there is none."""
+    from decode.tree import Tree
+
+    path = directory / "tree.json"
+    if not path.is_file():
+        return None
+    try:
+        return Tree.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError, UserError) as error:
+        raise HeadsError(f"{path}: {error}") from error
+
+
+def settings(
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int | None = None,
+    stop: tuple[str, ...] = (),
+) -> GenerationSettings:
+    """The engine's settings from the options of a command."""
+    from decode.engine import GenerationSettings
+    from decode.sampling import SamplingParams
+
+    sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
+    return GenerationSettings(max_new_tokens=max_new_tokens, sampling=sampling, seed=seed, stop=stop)
+
+
+def render(base: Base, messages: list[dict[str, Any]]) -> list[int]:
+    """Token ids of the conversation through the base's chat template, which must have one."""
+    return base.render_chat(messages, add_generation_prompt=True)
+
+
+def summary(stats: Any) -> str:
+    """One line for people: tokens, tokens a second, acceptance length."""
+    speed = stats.new_tokens / stats.seconds if stats.seconds > 0 else float("nan")
+    return f"{stats.new_tokens} tokens, {speed:.1f} tokens/s, acceptance length {stats.tau:.2f}"
+
+
+def quiet_transformers() -> None:
+    """No progress bars and no advice of transformers between the lines of a command."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+
+
+@contextmanager
+def notices_on_stderr() -> Iterator[None]:
+    """Say on standard error what a first use is waiting for: the embedded base is fetched and converted once."""
+    logger = logging.getLogger("medusa_heads.embedded")
+    handler, level = logging.StreamHandler(sys.stderr), logger.level
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)

@@ -1,0 +1,175 @@
+"""`medusa-decode compare`: the same prompts plainly and with heads, in turn, on one clock."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from decode.cli import common
+from decode.cli.generate import gather, history
+from decode.cli.rows import Row
+from medusa_heads.errors import UserError
+
+if TYPE_CHECKING:
+    from decode.engine import Decoder, GenerationSettings
+
+PROMPTS = (
+    "Explain in a few sentences why the sky is blue.",
+    "Write a Python function that returns the n-th Fibonacci number.",
+    "Give me three tips for a job interview.",
+    "Summarize the story of Romeo and Juliet.",
+)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One answered turn, decoded both ways from the same prompt."""
+
+    id: str | int
+    turn: int
+    plain: Any
+    heads: Any
+
+    @property
+    def first_difference(self) -> int | None:
+        """Index of the first new token in which the two differ; None where they are the same."""
+        ours, theirs = self.heads.token_ids, self.plain.token_ids
+        if ours == theirs:
+            return None
+        pairs = zip(ours, theirs, strict=False)
+        return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(theirs)))
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "turn": self.turn,
+            "same": self.first_difference is None,
+            "first_difference": self.first_difference,
+            "plain": {"text": self.plain.text, "stats": self.plain.stats.as_dict()},
+            "heads": {"text": self.heads.text, "stats": self.heads.stats.as_dict()},
+        }
+
+
+def compare(
+    prompt: Annotated[str | None, typer.Argument(help="One user turn; default: four prompts of its own.")] = None,
+    input_path: Annotated[
+        str | None, typer.Option("--input", metavar="IN.jsonl", help="Rows as of generate; - is standard input.")
+    ] = None,
+    base: common.BaseOption = None,
+    heads: common.HeadsOption = None,
+    dtype: common.DtypeOption = common.Dtype.auto,
+    device: common.DeviceOption = None,
+    temperature: common.TemperatureOption = 0.0,
+    top_k: common.TopKOption = 0,
+    top_p: common.TopPOption = 1.0,
+    max_new_tokens: common.MaxNewTokensOption = 128,
+    seed: common.SeedOption = None,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="The first rows only.")] = None,
+    json_report: common.JsonOption = False,
+    debug: common.DebugOption = False,
+) -> None:
+    """Decode the same prompts plainly and with heads: tokens/s, acceptance length, and whether the text is the same.
+
+    Both ways use one engine, one loaded base and one clock, take turns in going first, and are warmed up before the
+    clock runs. A later turn of a row sees the plain answers before it, in both ways.
+    """
+    if prompt is None and input_path is None:
+        rows = [Row.of_prompt(number, text) for number, text in enumerate(PROMPTS)]
+    else:
+        rows = gather(prompt, input_path, None)
+    settings = common.settings(
+        max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
+    )
+    pair = common.load_pair(base, heads, plain=False, dtype=dtype, device=device)
+    decoders = replace(pair, heads=None).decoder(), pair.decoder()
+    done = []
+    for comparison in compared(*decoders, rows[:limit], settings):
+        done.append(comparison)
+        if not json_report:
+            typer.echo(describe(comparison))
+    report = totals(done) | {"base": pair.base.name, "dtype": dtype.value, "temperature": temperature}
+    if json_report:
+        typer.echo(json.dumps(report | {"rows": [c.as_dict() for c in done]}, ensure_ascii=False))
+    else:
+        typer.echo(conclusion(report))
+
+
+def compared(plain: Decoder, heads: Decoder, rows: list[Row], settings: GenerationSettings) -> Iterator[Comparison]:
+    """Every turn of the rows both ways, alternating which goes first."""
+    warm_up = common.render(plain.base, [{"role": "user", "content": PROMPTS[0]}])
+    for decoder in (plain, heads):
+        decoder.generate(warm_up, replace(settings, max_new_tokens=min(16, settings.max_new_tokens)))
+    heads_first = False
+    for row in rows:
+        given: dict[int, str] = {}
+        for turn, position in row.to_answer():
+            own = replace(settings, seed=row.turn_seed(settings.seed, turn))
+            try:
+                prompt_ids = common.render(plain.base, history(row, position, given))
+                order = (heads, plain) if heads_first else (plain, heads)
+                results = {decoder: decoder.generate(prompt_ids, own) for decoder in order}
+            except UserError as error:
+                raise UserError(f"row {row.id!r}, turn {turn}: {error}") from error
+            heads_first = not heads_first
+            given[position] = results[plain].text or ""
+            yield Comparison(row.id, turn, results[plain], results[heads])
+
+
+def totals(comparisons: list[Comparison]) -> dict[str, Any]:
+    """Sums over all turns; a speed is all tokens by all seconds, an acceptance length all tokens by all forwards."""
+    report: dict[str, Any] = {"turns": len(comparisons)}
+    for way in ("plain", "heads"):
+        stats = [getattr(comparison, way).stats for comparison in comparisons]
+        tokens, seconds = sum(s.new_tokens for s in stats), sum(s.seconds for s in stats)
+        forwards = sum(s.base_forwards for s in stats)
+        report[way] = {
+            "new_tokens": tokens,
+            "seconds": seconds,
+            "tokens_per_second": tokens / seconds,
+            "base_forwards": forwards,
+            "acceptance_length": tokens / forwards,
+        }
+    report["speedup"] = report["heads"]["tokens_per_second"] / report["plain"]["tokens_per_second"]
+    report["same"] = sum(comparison.first_difference is None for comparison in comparisons)
+    return report
+
+
+def describe(comparison: Comparison) -> str:
+    difference = comparison.first_difference
+    verdict = "same text" if difference is None else f"texts differ from token {difference} on"
+    return "\n".join(
+        [
+            f"--- {comparison.id}, turn {comparison.turn}: {verdict}",
+            comparison.heads.text or "",
+            f"plain: {common.summary(comparison.plain.stats)}",
+            f"heads: {common.summary(comparison.heads.stats)}",
+        ]
+    )
+
+
+def conclusion(report: dict[str, Any]) -> str:
+    lines = [
+        f"{way}: {report[way]['new_tokens']} tokens, {report[way]['tokens_per_second']:.1f} tokens/s, "
+        f"acceptance length {report[way]['acceptance_length']:.2f}"
+        for way in ("plain", "heads")
+    ]
+    lines.append(f"{report['speedup']:.2f} times as fast; same text in {report['same']} of {report['turns']} answers")
+    if report["same"] < report["turns"]:
+        lines.append(why_texts_differ(report))
+    return "\n".join(["=== all", *lines])
+
+
+def why_texts_differ(report: dict[str, Any]) -> str:
+    """What a difference means depends on how the text was chosen."""
+    if report["temperature"] > 0:
+        return "Sampled texts differ from run to run; their law is the base's in both."
+    if report["dtype"] == "float32":
+        return "In float32 greedy texts must be the same: please report this."
+    return (
+        "A pass over several tokens and a pass over one round differently, so that half precision may choose "
+        "differently where two tokens are nearly tied; --dtype float32 gives the same text."
+    )

@@ -1,0 +1,134 @@
+"""`medusa-decode inspect`: what a directory or repository of heads is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from decode.cli import common
+from medusa_heads.embedded import DEFAULT_EMBEDDED, EMBEDDED
+from medusa_heads.errors import HeadsError, UserError
+
+
+def inspect(
+    name: Annotated[
+        str | None, typer.Argument(metavar="HEADS", help="Directory, Hub id or embedded name; default: the embedded.")
+    ] = None,
+    heads: common.HeadsOption = None,
+    base: Annotated[
+        str | None, typer.Option("--base", metavar="NAME", help="Compare sizes with this base, not the heads' own.")
+    ] = None,
+    json_report: common.JsonOption = False,
+    debug: common.DebugOption = False,
+) -> None:
+    """Show family, parameters and share of the base, tree, metrics and base of trained heads. No weights of the base
+    are loaded."""
+    if name is not None and heads is not None:
+        raise UserError(f"heads are named twice: {name} and --heads {heads}")
+    report = describe(name or heads or DEFAULT_EMBEDDED, base)
+    if json_report:
+        typer.echo(json.dumps(report, ensure_ascii=False))
+    else:
+        show(report)
+
+
+def describe(name: str, base: str | None = None) -> dict[str, Any]:
+    """The report on heads. `share_of_base` is a fraction, null where the base's size cannot be found out, and then
+    `base_error` says why."""
+    from medusa_heads.hub import heads_directory
+    from medusa_heads.medusa import MedusaHeads
+
+    common.quiet_transformers()
+    directory = heads_directory(name)
+    heads = MedusaHeads.from_pretrained(directory)
+    config = heads.config.to_dict()
+    family = config.pop("head_family")
+    base_name = base or heads.config.base_model_name_or_path
+    base_parameters, base_error = None, None
+    try:
+        base_parameters = count_base_parameters(base_name, None if base else heads.config.base_revision)
+    except UserError as error:
+        base_error = str(error)
+    return {
+        "name": name,
+        "path": str(directory),
+        "family": family,
+        "parameters": heads.num_parameters,
+        "share_of_base": None if base_parameters is None else heads.num_parameters / base_parameters,
+        "base": base_name,
+        "base_parameters": base_parameters,
+        "base_error": base_error,
+        "dtype": str(next(heads.parameters()).dtype).removeprefix("torch."),
+        "config": config,
+        "tree": describe_tree(directory),
+        "metrics": read_json(directory / "metrics.json"),
+    }
+
+
+def describe_tree(directory: Path) -> dict[str, Any] | None:
+    tree = common.read_tree(directory)
+    return None if tree is None else {"size": tree.size, "depth": tree.depth, **tree.to_dict()}
+
+
+def read_json(path: Path) -> Any:
+    """Contents of a JSON file, None where there is none."""
+    if not path.is_file():
+        return None
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise HeadsError(f"{path} is not JSON: {error}") from error
+
+
+def count_base_parameters(name: str | None, revision: str | None) -> int:
+    """Parameters of a base, tied weights counted once, from its config alone. Raises `UserError` with the reason."""
+    if name is None:
+        raise UserError("the heads do not name their base: pass --base")
+    if name in EMBEDDED:
+        return EMBEDDED[name].num_parameters
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(name, revision=revision)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[:1] or [type(error).__name__]
+        raise UserError(f"cannot read the config of the base {name!r}: {first[0]}") from error
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def show(report: dict[str, Any]) -> None:
+    """The report as a table for people."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for key, value in lines(report):
+        table.add_row(key, value)
+    Console().print(table, markup=False)
+
+
+def lines(report: dict[str, Any]) -> list[tuple[str, str]]:
+    config, tree, share = report["config"], report["tree"], report["share_of_base"]
+    rows = config["draft_vocab_size"]
+    projection = "their own" if config["own_projection"] else "the base's"
+    result = [
+        ("heads", report["path"]),
+        ("family", f"{report['family']}: {config['num_heads']} heads of {config['num_layers']} blocks"),
+        ("parameters", f"{report['parameters']:,} ({report['dtype']})"),
+        ("share of base", f"{share:.2%}" if share is not None else f"unknown: {report['base_error']}"),
+        ("base", str(report["base"])),
+        ("projection", f"{projection}, {'all rows' if rows is None else f'{rows} rows'}"),
+        ("tree", "none stored" if tree is None else f"{tree['size']} nodes, depth {tree['depth']}"),
+    ]
+    metrics = report["metrics"]
+    flat = {} if not isinstance(metrics, dict) else {k: v for k, v in metrics.items() if not isinstance(v, dict)}
+    result += [(key, json.dumps(value)) for key, value in flat.items()]
+    return result
