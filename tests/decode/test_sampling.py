@@ -1,0 +1,222 @@
+"""The sampling law: the same processors, in the same order, with the same numbers as `model.generate` prepares."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinLengthLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+)
+
+from decode.sampling import SamplingParams, build_processors, node_law, node_scores, sees_prefix
+from medusa_heads.errors import ConfigError
+
+VOCABULARY, EOS, PROMPT = 40, [3, 5], [7, 9, 7, 11, 2]
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        bos_token_id=1,
+        eos_token_id=EOS,
+        pad_token_id=0,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def generates_processors(
+    model: LlamaForCausalLM, params: SamplingParams, custom: list[LogitsProcessor] | None = None
+) -> LogitsProcessorList:
+    """What `generate` prepares for these settings, handed over by its own entry for custom decoding."""
+    found: list[LogitsProcessorList] = []
+
+    def keep(model: Any, input_ids: torch.Tensor, logits_processor: LogitsProcessorList, **_: Any) -> torch.Tensor:
+        found.append(logits_processor)
+        return input_ids
+
+    values: dict[str, Any] = asdict(params)
+    for name, off in {"min_p": 0.0, "bad_words_ids": (), "min_new_tokens": 0, "suppress_tokens": ()}.items():
+        if values[name] == off:
+            values[name] = None
+    values["bad_words_ids"] = values["bad_words_ids"] and [list(word) for word in values["bad_words_ids"]]
+    values["suppress_tokens"] = values["suppress_tokens"] and list(values["suppress_tokens"])
+    if params.greedy:
+        values = {name: value for name, value in values.items() if name not in WARPING} | {"do_sample": False}
+    else:
+        values["do_sample"] = True
+    model.generate(
+        torch.tensor([PROMPT]),
+        attention_mask=torch.ones(1, len(PROMPT), dtype=torch.long),
+        logits_processor=LogitsProcessorList(custom or []),
+        max_new_tokens=20,
+        custom_generate=keep,
+        **values,
+    )
+    return found[0]
+
+
+def types(processors: LogitsProcessorList) -> list[type]:
+    """`generate` turns min_new_tokens into min_length as well, which bans the same tokens once more."""
+    return [type(processor) for processor in processors if not isinstance(processor, MinLengthLogitsProcessor)]
+
+
+WARPING = {"temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"}
+EVERYTHING: dict[str, Any] = {
+    "temperature": 0.8,
+    "top_h": 0.9,
+    "top_k": 20,
+    "top_p": 0.95,
+    "min_p": 0.01,
+    "typical_p": 0.95,
+    "epsilon_cutoff": 0.01,
+    "eta_cutoff": 0.01,
+    "repetition_penalty": 1.3,
+    "no_repeat_ngram_size": 2,
+    "bad_words_ids": ((8,), (7, 11), (3,)),
+    "min_new_tokens": 3,
+    "suppress_tokens": (4, 6),
+}
+CASES = {
+    "plain": {"temperature": 1.0},
+    **{name: {"temperature": 1.0, name: value} for name, value in EVERYTHING.items() if name != "temperature"},
+    "temperature": {"temperature": 0.3},
+    "hot": {"temperature": 1.7},
+    "top_k = 1": {"temperature": 0.7, "top_k": 1},
+    "usual": {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.1},
+    "everything": EVERYTHING,
+    "greedy": {},
+    "greedy, shaped": EVERYTHING | {"temperature": 0.0},
+}
+
+
+def prefixes() -> list[list[int]]:
+    source = torch.Generator().manual_seed(1)
+    drafted = [torch.randint(VOCABULARY, (n,), generator=source).tolist() for n in (0, 1, 2, 3, 4, 30)]
+    return [PROMPT + tokens for tokens in drafted] + [[*PROMPT, 9, 7]]
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_law_is_that_of_generate(model: LlamaForCausalLM, name: str, dtype: torch.dtype) -> None:
+    params = SamplingParams(**CASES[name])
+    theirs = generates_processors(model, params)
+    ours = build_processors(params, prompt_length=len(PROMPT), eos_token_ids=EOS)
+    assert [type(processor) for processor in ours] == types(theirs)
+    source = torch.Generator().manual_seed(2)
+    for prefix in prefixes():
+        logits = (3.0 * torch.randn(VOCABULARY, generator=source)).to(dtype)
+        kept = logits.clone()
+        scores = theirs(torch.tensor([prefix]), logits.to(torch.float32, copy=True)[None])[0]
+        assert torch.equal(node_scores(logits, prefix, ours), scores)
+        assert torch.equal(node_scores(logits, torch.tensor(prefix), ours), scores)
+        law = node_law(logits, prefix, ours)
+        assert law.dtype == torch.float32
+        assert torch.equal(law, scores.softmax(-1))
+        assert torch.equal(logits, kept)
+
+
+@pytest.mark.parametrize("name", sorted(set(EVERYTHING) - {"temperature"}))
+def test_every_setting_changes_the_law(name: str) -> None:
+    """So that the comparison above compares something."""
+    off = build_processors(SamplingParams(temperature=1.0), prompt_length=len(PROMPT), eos_token_ids=EOS)
+    on = build_processors(SamplingParams(**CASES[name]), prompt_length=len(PROMPT), eos_token_ids=EOS)
+    logits = 3.0 * torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(2))
+    assert any(not torch.equal(node_law(logits, prefix, on), node_law(logits, prefix, off)) for prefix in prefixes())
+
+
+class Bonus(LogitsProcessor):
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        scores[:, 12] += 2.0  # in place, as some do
+        return scores
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.6])
+def test_own_processors_take_the_place_that_generate_gives_them(model: LlamaForCausalLM, temperature: float) -> None:
+    custom = [Bonus(), RepetitionPenaltyLogitsProcessor(2.0)]
+    params = SamplingParams(temperature=temperature, repetition_penalty=1.3, no_repeat_ngram_size=2)
+    theirs = generates_processors(model, params, custom)
+    ours = build_processors(params, prompt_length=len(PROMPT), eos_token_ids=EOS, custom=custom)
+    assert [type(processor) for processor in ours] == types(theirs)
+    logits = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(3))
+    kept = logits.clone()
+    expected = theirs(torch.tensor([PROMPT]), logits.clone()[None])[0]
+    assert torch.equal(node_scores(logits, PROMPT, ours), expected)
+    assert torch.equal(logits, kept)
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_what_does_not_see_the_prefix(name: str) -> None:
+    """Where `sees_prefix` is False the law is that of an empty prefix, and nodes may be processed together."""
+    processors = build_processors(SamplingParams(**CASES[name]), prompt_length=len(PROMPT), eos_token_ids=EOS)
+    seen = {"repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "min_new_tokens"}
+    assert sees_prefix(processors) == bool(seen & set(CASES[name]))
+    if not sees_prefix(processors):
+        logits = 3.0 * torch.randn(5, VOCABULARY, generator=torch.Generator().manual_seed(4))
+        together = processors(torch.zeros(5, 0, dtype=torch.long), logits.clone()).softmax(-1)
+        for row, law in zip(logits, together, strict=True):
+            assert torch.equal(node_law(row, [], processors), law)
+            assert torch.equal(node_law(row, PROMPT, processors), law)
+
+
+def test_a_stranger_may_see_the_prefix() -> None:
+    assert sees_prefix([Bonus()])
+    assert not sees_prefix([])
+
+
+def test_min_new_tokens_needs_the_prompt_length() -> None:
+    with pytest.raises(ValueError, match="prompt_length"):
+        build_processors(SamplingParams(min_new_tokens=2), eos_token_ids=EOS)
+
+
+@pytest.mark.parametrize("logits", [[float("nan"), 0.0, 1.0], [float("-inf")] * 3, [0.0, float("inf"), 1.0]])
+def test_a_law_without_tokens_is_an_error(logits: list[float]) -> None:
+    with pytest.raises(ValueError, match="no token can follow"):
+        node_law(torch.tensor(logits), [0], LogitsProcessorList())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("temperature", float("inf")),
+        ("top_k", -1),
+        ("top_p", 0.0),
+        ("top_p", 1.5),
+        ("min_p", -0.5),
+        ("min_p", 1.1),
+        ("top_h", 0.0),
+        ("typical_p", 0.0),
+        ("epsilon_cutoff", 1.0),
+        ("eta_cutoff", -1.0),
+        ("repetition_penalty", 0.0),
+        ("no_repeat_ngram_size", -2),
+        ("bad_words_ids", ((1,), ())),
+        ("min_new_tokens", -1),
+        ("suppress_tokens", (-3,)),
+    ],
+)
+def test_a_wrong_setting_is_named_with_its_value(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as error:
+        SamplingParams(**{name: value})
+    assert name in str(error.value) and str(value) in str(error.value)
+
+
+def test_greedy_is_temperature_zero() -> None:
+    assert SamplingParams().greedy and SamplingParams(top_k=5).greedy
+    assert not SamplingParams(temperature=0.1).greedy
+    assert list(build_processors(SamplingParams(top_k=5, top_p=0.5))) == []
