@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Hashable
 from dataclasses import asdict
+from functools import cache
 from typing import Any
 
 import pytest
@@ -17,6 +22,8 @@ from transformers import (
 )
 
 from decode.sampling import SamplingParams, build_processors, node_law, node_scores, sees_prefix
+from decode.tree import Tree
+from decode.verify import Chooser, draw_siblings, verify_point_mass, verify_sampled
 from medusa_heads.errors import ConfigError
 
 VOCABULARY, EOS, PROMPT = 40, [3, 5], [7, 9, 7, 11, 2]
@@ -39,7 +46,11 @@ def model() -> LlamaForCausalLM:
 
 
 def generates_processors(
-    model: LlamaForCausalLM, params: SamplingParams, custom: list[LogitsProcessor] | None = None
+    model: LlamaForCausalLM,
+    params: SamplingParams,
+    custom: list[LogitsProcessor] | None = None,
+    prompt: list[int] = PROMPT,
+    eos: int | list[int] = EOS,
 ) -> LogitsProcessorList:
     """What `generate` prepares for these settings, handed over by its own entry for custom decoding."""
     found: list[LogitsProcessorList] = []
@@ -59,8 +70,9 @@ def generates_processors(
     else:
         values["do_sample"] = True
     model.generate(
-        torch.tensor([PROMPT]),
-        attention_mask=torch.ones(1, len(PROMPT), dtype=torch.long),
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        eos_token_id=eos,
         logits_processor=LogitsProcessorList(custom or []),
         max_new_tokens=20,
         custom_generate=keep,
@@ -220,3 +232,75 @@ def test_greedy_is_temperature_zero() -> None:
     assert SamplingParams().greedy and SamplingParams(top_k=5).greedy
     assert not SamplingParams(temperature=0.1).greedy
     assert list(build_processors(SamplingParams(top_k=5, top_p=0.5))) == []
+
+
+# ---- by enumeration: rounds that see their law through the processors emit what `generate` would sample
+
+SMALL = {  # over a vocabulary of 4 with EOS = 3, after the prompt 0 1 0
+    "temperature": {"temperature": 0.6},
+    "top_k": {"temperature": 1.0, "top_k": 2},
+    "top_p": {"temperature": 1.0, "top_p": 0.7},
+    "min_p": {"temperature": 1.0, "min_p": 0.4},
+    "top_h": {"temperature": 1.0, "top_h": 0.6},
+    "typical_p": {"temperature": 1.0, "typical_p": 0.6},
+    "epsilon_cutoff": {"temperature": 1.0, "epsilon_cutoff": 0.2},
+    "eta_cutoff": {"temperature": 1.0, "eta_cutoff": 0.3},
+    "repetition_penalty": {"temperature": 1.0, "repetition_penalty": 1.8},
+    "no_repeat_ngram_size": {"temperature": 1.0, "no_repeat_ngram_size": 2},
+    "bad_words_ids": {"temperature": 1.0, "bad_words_ids": ((1, 2), (2,))},
+    "min_new_tokens": {"temperature": 1.0, "min_new_tokens": 2},
+    "suppress_tokens": {"temperature": 1.0, "suppress_tokens": (2,)},
+    "several": {"temperature": 0.8, "top_k": 3, "top_p": 0.9, "repetition_penalty": 1.3, "min_new_tokens": 1},
+}
+
+
+@pytest.mark.parametrize("name", sorted(SMALL))
+@pytest.mark.parametrize("rule", ["point mass", "sampled"])
+def test_rounds_have_the_processed_law(
+    model: LlamaForCausalLM,
+    enumerate_law: Callable[[Callable[[Chooser], Hashable]], dict[Hashable, float]],
+    name: str,
+    rule: str,
+) -> None:
+    size, eos, prompt = 4, 3, [0, 1, 0]
+    tree = Tree.from_rank_paths([(0,), (1,), (0, 0), (0, 1)])
+    params = SamplingParams(**SMALL[name])
+    theirs = generates_processors(model, params, prompt=prompt, eos=eos)
+    ours = build_processors(params, prompt_length=len(prompt), eos_token_ids=[eos])
+
+    @cache
+    def logits(*drafted: int) -> torch.Tensor:
+        source = torch.Generator().manual_seed(sum((token + 1) * 5**i for i, token in enumerate(drafted)))
+        return 1.5 * torch.randn(size, generator=source)
+
+    @cache
+    def expected(*drafted: int) -> list[float]:
+        prefix = torch.tensor([[*prompt, *drafted]])
+        law = theirs(prefix, logits(*drafted).clone()[None])[0].softmax(-1).double()
+        return (law / law.sum()).tolist()  # float32, as `generate` has it; sampling from it normalises
+
+    def chain(tokens: tuple[int, ...], start: int) -> float:
+        return math.prod(expected(*tokens[:place])[tokens[place]] for place in range(start, len(tokens)))
+
+    def one_round(chooser: Chooser) -> tuple[int, ...]:
+        """Drafts 0 and 1 at each depth, or draws both from a flat law."""
+        flat = torch.full((size,), 1.0 / size)
+        drafts = [draw_siblings(flat, 2, chooser) if rule == "sampled" else [1, 0] for _ in range(2)]
+        tokens = [prompt[-1]] + [drafts[tree.depths[n] - 1][tree.ranks[n]] for n in range(1, tree.size)]
+
+        def law(node: int) -> torch.Tensor:
+            drafted = [tokens[n] for n in tree.path(node)[1:]]
+            return node_law(logits(*drafted), prompt + drafted, ours)
+
+        if rule == "sampled":
+            verdict = verify_sampled(tree, torch.tensor(tokens), [flat] * tree.size, law, chooser)
+        else:
+            verdict = verify_point_mass(tree, torch.tensor(tokens), law, chooser)
+        return (*(tokens[n] for n in verdict.path[1:]), verdict.next_token)
+
+    joint: dict[tuple[int, ...], float] = defaultdict(float)
+    for emitted, probability in enumerate_law(one_round).items():
+        for rest in itertools.product(range(size), repeat=3 - len(emitted)):
+            joint[emitted + rest] += probability * chain(emitted + rest, len(emitted))
+    for tokens in itertools.product(range(size), repeat=3):
+        assert joint[tokens] == pytest.approx(chain(tokens, 0), abs=1e-9)
