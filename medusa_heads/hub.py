@@ -68,9 +68,13 @@ def heads_directory(
     except HFValidationError:
         raise HeadsError(f"no heads at {name}: not a directory, and not a valid repository id") from None
     except LocalEntryNotFoundError:
-        raise HeadsError(f"no heads {str(name)!r}: not a directory, not in the cache, and the Hub is out of reach") from None
+        raise HeadsError(
+            f"no heads {str(name)!r}: not a directory, not in the cache, and the Hub is out of reach"
+        ) from None
     except RepositoryNotFoundError:
-        raise HeadsError(f"no heads {str(name)!r}: not a directory, and the Hub has no such repository for you") from None
+        raise HeadsError(
+            f"no heads {str(name)!r}: not a directory, and the Hub has no such repository for you"
+        ) from None
     except (HfHubHTTPError, OSError) as error:
         raise HeadsError(f"cannot fetch the heads {str(name)!r}: {str(error).splitlines()[0]}") from error
 
@@ -109,7 +113,9 @@ def load_exact(module: nn.Module, tensors: Mapping[str, Tensor], where: str) -> 
         raise HeadsError(f"{where}: missing tensors {missing or 'none'}, unexpected tensors {unexpected or 'none'}")
     for key, tensor in tensors.items():
         if tensor.shape != expected[key].shape:
-            raise HeadsError(f"{where}: {key} has shape {tuple(tensor.shape)}; config asks {tuple(expected[key].shape)}")
+            raise HeadsError(
+                f"{where}: {key} has shape {tuple(tensor.shape)}; config asks {tuple(expected[key].shape)}"
+            )
         if tensor.is_floating_point() != expected[key].is_floating_point():
             raise HeadsError(f"{where}: {key} has dtype {tensor.dtype}; the module's is {expected[key].dtype}")
     module.load_state_dict(dict(tensors), assign=True)

@@ -1,0 +1,273 @@
+"""The decoder: draft a tree, score it in one pass of the base, keep a path, again.
+
+Plain decoding is the same loop with a tree of one node, so that the two are compared on equal terms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from decode.cache import TreeCache
+from decode.drafters import Draft, Drafter, DraftSession
+from decode.rows import Row
+from decode.settings import Chunk, GenerationResult, GenerationSettings
+from decode.stats import Clock
+from decode.support import check_tree_support
+from decode.tree import Tree
+from medusa_heads.base import Base, BaseOutput
+from medusa_heads.errors import ConfigError
+
+ROOT_ONLY = Tree.chain(1)
+PREFILL_CHUNK = 512
+"""Tokens of a prompt in one forward pass: bounds the memory of attention and logits over long prompts."""
+
+
+@dataclass
+class Prefix:
+    """What a caller keeps between turns, so that a shared beginning is not computed again. Owned by the caller; one
+    call at a time may use it."""
+
+    cache: TreeCache | None = None
+    ids: list[int] | None = None
+
+    def shared_length(self, prompt_ids: Sequence[int]) -> int:
+        """Tokens of the prompt whose keys are in the cache. The last one is always computed: its state is needed."""
+        length = 0
+        for ours, theirs in zip(self.ids or [], prompt_ids[:-1], strict=False):
+            if ours != theirs:
+                break
+            length += 1
+        return length
+
+
+class Decoder:
+    """Generates with a base, and with a drafter if there is one. Holds no state of a call."""
+
+    def __init__(self, base: Base, drafter: Drafter | None = None):
+        check_tree_support(base)
+        self.base = base
+        self.drafter = drafter
+
+    def generate(
+        self, prompt_ids: Sequence[int], settings: GenerationSettings | None = None, *, prefix: Prefix | None = None
+    ) -> GenerationResult:
+        """Continues one prompt."""
+        call = _Call(self, [prompt_ids], settings or GenerationSettings(), stream=False, prefix=prefix)
+        for _ in call.run():
+            pass
+        return call.results[0]
+
+    def generate_batch(
+        self, prompts: Sequence[Sequence[int]], settings: GenerationSettings | None = None
+    ) -> list[GenerationResult]:
+        """Continues several prompts of any lengths together; each row as if it were alone (with seed + its index)."""
+        call = _Call(self, prompts, settings or GenerationSettings(), stream=False)
+        for _ in call.run():
+            pass
+        return [call.results[i] for i in range(len(prompts))]
+
+    def stream(
+        self, prompt_ids: Sequence[int], settings: GenerationSettings | None = None, *, prefix: Prefix | None = None
+    ) -> Iterator[Chunk]:
+        """Continues one prompt, yielding what each round adds. The last chunk has the result."""
+        if self.base.tokenizer is None:
+            raise ConfigError("streaming text needs a base with a tokenizer")
+        call = _Call(self, [prompt_ids], settings or GenerationSettings(), stream=True, prefix=prefix)
+        for row, kept, accepted in call.run():
+            assert row.text is not None
+            result = call.results.get(row.index)
+            yield Chunk(kept, row.text.take(), accepted, result)
+
+
+class _Call:
+    """One call of the decoder: its rows, its cache, its drafting session."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        prompts: Sequence[Sequence[int]],
+        settings: GenerationSettings,
+        stream: bool,
+        prefix: Prefix | None = None,
+    ):
+        self.base = decoder.base
+        self.limit = self.base.max_positions
+        for prompt in prompts:
+            self._check_prompt(prompt)
+        self.rows = [Row(self.base, prompt, settings, i, stream) for i, prompt in enumerate(prompts)]
+        self.results: dict[int, GenerationResult] = {}
+        self.clock = Clock()
+        self.layers = tuple(decoder.drafter.layers) if decoder.drafter else ()
+        self.session: DraftSession | None = decoder.drafter.start(len(prompts)) if decoder.drafter else None
+        self.prefix = prefix
+        reused = prefix.shared_length(prompts[0]) if prefix is not None else 0
+        if prefix is not None and prefix.cache is not None:
+            self.cache = prefix.cache
+            self.cache.truncate(reused)
+            self.rows[0].stats.reused_tokens = reused
+        else:
+            longest = max(len(p) for p in prompts)
+            self.cache = TreeCache(self.base.num_layers, len(prompts), longest + settings.max_new_tokens + 64)
+        if prefix is not None:
+            prefix.cache, prefix.ids = self.cache, None  # not whole again before the call has ended
+
+    def _check_prompt(self, prompt: Sequence[int]) -> None:
+        if len(prompt) == 0:
+            raise ConfigError("a prompt must have at least one token")
+        if max(prompt) >= self.base.vocab_size or min(prompt) < 0:
+            raise ConfigError(f"a prompt has token ids outside the base's vocabulary of {self.base.vocab_size}")
+        if self.limit is not None and len(prompt) >= self.limit:
+            raise ConfigError(
+                f"the prompt has {len(prompt)} tokens; the base's context of {self.limit} leaves no room for an answer"
+            )
+
+    def run(self) -> Iterator[tuple[Row, list[int], int]]:
+        """Yields (row, tokens kept, of which drafted) for each row and round, until all rows have ended."""
+        yield from self._prefill()
+        while self.rows:
+            yield from self._round()
+
+    def _prefill(self) -> Iterator[tuple[Row, list[int], int]]:
+        """Shows the base the prompts, chunk by chunk, and emits each row's first token."""
+        logits: dict[int, Tensor] = {}
+        with self.clock.stage("prefill"):
+            done = list(self.cache.lengths)
+            while any(n < row.prompt_length for n, row in zip(done, self.rows, strict=True)):
+                pieces = [row.ids[n : n + PREFILL_CHUNK] for n, row in zip(done, self.rows, strict=True)]
+                paths = [range(len(piece)) for piece in pieces]
+                output, tokens = self._forward_pieces(pieces)
+                self._observe(output, tokens, paths)
+                for i, (piece, row) in enumerate(zip(pieces, self.rows, strict=True)):
+                    done[i] += len(piece)
+                    if piece and done[i] == row.prompt_length:
+                        logits[i] = self.base.project(output.last_hidden_state[i, len(piece) - 1])
+            for row in self.rows:
+                row.stats.base_forwards += 1
+        with self.clock.stage("verify"):
+            emitted = [self._settle(row, ROOT_ONLY, None, logits[i][None]) for i, row in enumerate(self.rows)]
+        yield from self._report([(row, kept, 0) for row, (_, kept) in zip(self.rows, emitted, strict=True)])
+
+    def _forward_pieces(self, pieces: Sequence[Sequence[int]]) -> tuple[BaseOutput, Tensor]:
+        """A pass over one run of prompt tokens a row, right-padded: what follows a row's own tokens is never kept."""
+        width = max(len(piece) for piece in pieces)
+        tokens = torch.tensor([list(piece) + [0] * (width - len(piece)) for piece in pieces], device=self.base.device)
+        positions = self.cache.positions(torch.arange(width, device=self.base.device))
+        if self.cache.offset == 0:
+            visible, keys = None, None
+        else:
+            causal = torch.ones(width, width, dtype=torch.bool, device=self.base.device).tril()
+            visible, keys = self.cache.visible(causal), self.cache.key_positions(positions)
+        if self.limit is not None:
+            positions = positions.clamp_max(self.limit - 1)
+        output = self.base.forward(
+            tokens,
+            position_ids=positions,
+            attention_mask=visible,
+            key_positions=keys,
+            cache=self.cache,
+            layers=self.layers,
+        )
+        return output, tokens
+
+    def _round(self) -> Iterator[tuple[Row, list[int], int]]:
+        with self.clock.stage("draft"):
+            draft = self._draft()
+        tokens = draft.tokens.to("cpu")
+        with self.clock.stage("forward"):
+            output = self._forward_trees(draft)
+            logits = self.base.project(output.last_hidden_state)
+        with self.clock.stage("verify"):
+            at_once = any(row.greedy_at_once for row in self.rows)
+            choices = logits.argmax(-1).to("cpu") if at_once else None
+            settled = []
+            for i, row in enumerate(self.rows):
+                laws = draft.laws[i] if draft.laws is not None else None
+                row.stats.base_forwards += 1
+                settled.append(self._settle(row, draft.trees[i], tokens[i], logits[i], choices, laws, i))
+        with self.clock.stage("commit"):
+            self._observe(output, draft.tokens, [path for path, _ in settled])
+        report = []
+        for i, (row, (path, kept)) in enumerate(zip(self.rows, settled, strict=True)):
+            drafted = min(len(kept), len(path) - 1)
+            row.stats.count_round(drafted, draft.trees[i].size)
+            report.append((row, kept, drafted))
+        yield from self._report(report)
+
+    def _draft(self) -> Draft:
+        roots = [row.root for row in self.rows]
+        if self.session is not None:
+            draft = self.session.draft(roots)
+            depth = max(tree.depth for tree in draft.trees)
+            if self.limit is None or self.cache.offset + depth < self.limit:
+                return draft
+        ids = torch.tensor(roots, device=self.base.device)
+        return Draft([ROOT_ONLY] * len(roots), ids[:, None])
+
+    def _forward_trees(self, draft: Draft) -> BaseOutput:
+        device = self.base.device
+        shared = all(tree is draft.trees[0] for tree in draft.trees)
+        if shared:
+            depths = torch.tensor(draft.trees[0].depths, device=device)
+            ancestors = draft.trees[0].ancestor_mask.to(device)
+        else:
+            depths = torch.tensor([tree.depths for tree in draft.trees], device=device)
+            ancestors = torch.stack([tree.ancestor_mask for tree in draft.trees]).to(device)
+        positions = self.cache.positions(depths)
+        return self.base.forward(
+            draft.tokens,
+            position_ids=positions,
+            attention_mask=self.cache.visible(ancestors),
+            key_positions=self.cache.key_positions(positions),
+            cache=self.cache,
+            layers=self.layers,
+        )
+
+    def _settle(
+        self,
+        row: Row,
+        tree: Tree,
+        tokens: Tensor | None,
+        logits: Tensor,
+        choices: Tensor | None = None,
+        laws: Tensor | None = None,
+        index: int = 0,
+    ) -> tuple[list[int], list[int]]:
+        """Verifies one row. Returns the path whose tokens the cache keeps, and the tokens emitted."""
+        tokens = torch.tensor([row.root]) if tokens is None else tokens
+        own = choices[index] if choices is not None and row.greedy_at_once else None
+        verdict = row.verify(tree, tokens, logits, own, laws)
+        kept = row.accept(tree, tokens, verdict, logits)
+        return verdict.path[: len(kept)], kept
+
+    def _observe(self, output: BaseOutput, tokens: Tensor, paths: Sequence[Sequence[int]]) -> None:
+        self.cache.commit(paths)
+        if self.session is not None:
+            self.session.observe(output, tokens, paths)
+
+    def _report(self, report: list[tuple[Row, list[int], int]]) -> Iterator[tuple[Row, list[int], int]]:
+        """Ends rows that are done, then hands out what the round gave."""
+        for row, _, _ in report:
+            if row.finish_reason is None and self.limit is not None and len(row.ids) >= self.limit:
+                row.finish_reason = "context"
+            if row.finish_reason is not None:
+                row.stats.seconds = self.clock.seconds
+                row.stats.stage_seconds = dict(self.clock.stages)
+                self.results[row.index] = row.result()
+        self._drop_finished()
+        yield from report
+
+    def _drop_finished(self) -> None:
+        going = [i for i, row in enumerate(self.rows) if row.finish_reason is None]
+        if len(going) == len(self.rows):
+            return
+        if self.prefix is not None and not going:
+            self.prefix.ids = self.rows[0].ids[: self.cache.lengths[0]]
+        if going:
+            self.cache.keep_rows(going)
+            if self.session is not None:
+                self.session.keep_rows(going)
+        self.rows = [self.rows[i] for i in going]
