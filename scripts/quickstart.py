@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> None:
     settings = common.settings(max_new_tokens=options.max_new_tokens, temperature=0.0)
     rows = [Row.of_prompt(number, prompt) for number, prompt in enumerate(options.prompts)]
     done = []
-    for comparison in compared(replace(pair, heads=None).decoder(), pair.decoder(), rows, settings):
+    for comparison in compared(replace(pair, drafter=None).decoder(), pair.decoder(), rows, settings):
         done.append(comparison)
         console.print(side_by_side(options.prompts[int(comparison.id)], comparison))
     report = totals(done) | {"dtype": options.dtype.value, "temperature": 0.0}

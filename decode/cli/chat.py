@@ -14,8 +14,12 @@ from decode.cli import common
 from medusa_heads.errors import UserError
 
 if TYPE_CHECKING:
-    from decode.engine import Decoder, GenerationSettings
+    from decode.engine import Decoder, Prefix
+    from decode.settings import Chunk, GenerationSettings
+    from decode.stats import Stats
 
+COLOURS = (None, "cyan", "green", "yellow", "magenta")
+"""Of a round's text, by the number of drafted tokens in it: none, 1, 2, 3, more."""
 HELP = """\
 /reset        forget the conversation
 /save FILE    write the conversation to FILE as JSON messages
@@ -38,7 +42,7 @@ def chat(
     max_new_tokens: common.MaxNewTokensOption = 1024,
     seed: common.SeedOption = None,
     color: Annotated[
-        bool, typer.Option("--color", help="Underline the text that the heads drafted and the base accepted.")
+        bool, typer.Option("--color", help="Colour each round's text by how many drafted tokens the base accepted.")
     ] = False,
     debug: common.DebugOption = False,
 ) -> None:
@@ -47,8 +51,10 @@ def chat(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
     )
     decoder = common.load_pair(base, heads, plain=plain, dtype=dtype, device=device).decoder()
+    from decode.engine import Prefix
+
     start = [{"role": "system", "content": system}] if system else []
-    conversation = Conversation(decoder, settings, start, color=color)
+    conversation = Conversation(decoder, settings, start, Prefix(), color=color)
     if sys.stdin.isatty():
         typer.echo(f"{decoder.base.name}; /help lists what can be typed.", err=True)
     while (line := read_line()) is not None:
@@ -85,6 +91,8 @@ class Conversation:
     decoder: Decoder
     settings: GenerationSettings
     start: list[dict[str, Any]]
+    prefix: Prefix
+    """Keeps what the base has read, so that a turn costs its own tokens and not those of all turns before."""
     color: bool = False
     messages: list[dict[str, Any]] = field(default_factory=list)
     answers: int = 0
@@ -99,25 +107,24 @@ class Conversation:
         # each answer has its own seed, and the same conversation gives the same answers again
         seed = None if self.settings.seed is None else self.settings.seed + self.answers
         said: list[str] = []
-        stream = self.decoder.stream(prompt_ids, replace(self.settings, seed=seed))
         try:
-            for chunk in stream:
+            for chunk in self.decoder.stream(prompt_ids, replace(self.settings, seed=seed), prefix=self.prefix):
                 said.append(chunk.text)
                 self.show(chunk)
                 if chunk.result is not None:
                     self.count(chunk.result.stats)
         except KeyboardInterrupt:
-            stream.close()
             typer.echo(" [stopped]", nl=False, err=True)
         typer.echo()
         self.answers += 1
         self.messages += [question, {"role": "assistant", "content": "".join(said)}]
 
-    def show(self, chunk: Any) -> None:
-        sys.stdout.write(chunk.text)
+    def show(self, chunk: Chunk) -> None:
+        colour = COLOURS[min(chunk.accepted, len(COLOURS) - 1)] if self.color else None
+        sys.stdout.write(chunk.text if colour is None else typer.style(chunk.text, fg=colour))
         sys.stdout.flush()
 
-    def count(self, stats: Any) -> None:
+    def count(self, stats: Stats) -> None:
         self.new_tokens += stats.new_tokens
         self.base_forwards += stats.base_forwards
         self.seconds += stats.seconds

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from medusa_heads.embedded import DEFAULT_EMBEDDED
-from medusa_heads.errors import HeadsError, UserError
+from medusa_heads.errors import UserError
 
 if TYPE_CHECKING:
-    from decode.engine import Decoder, GenerationSettings
-    from decode.tree import Tree
+    from decode.drafters.medusa import MedusaDrafter
+    from decode.engine import Decoder
+    from decode.settings import GenerationSettings
+    from decode.stats import Stats
     from medusa_heads.base import Base
-    from medusa_heads.medusa import MedusaHeads
 
 
 class Dtype(str, Enum):
@@ -54,20 +53,15 @@ DebugOption = Annotated[bool, typer.Option("--debug", help="Show the traceback o
 
 @dataclass(frozen=True)
 class Pair:
-    """A base, and its heads unless it decodes plainly."""
+    """A base, and a drafter with its heads unless it decodes plainly."""
 
     base: Base
-    heads: MedusaHeads | None
-    tree: Tree | None = None
-    """The draft tree stored beside the heads."""
+    drafter: MedusaDrafter | None
 
     def decoder(self) -> Decoder:
-        from decode.drafters.medusa import MedusaDrafter
         from decode.engine import Decoder
 
-        if self.heads is None:
-            return Decoder(self.base)
-        return Decoder(self.base, MedusaDrafter(self.heads, self.base, self.tree))
+        return Decoder(self.base, self.drafter)
 
 
 def choose(base: str | None, heads: str | None, plain: bool) -> tuple[str | None, str | None]:
@@ -89,9 +83,9 @@ def choose(base: str | None, heads: str | None, plain: bool) -> tuple[str | None
 def load_pair(base: str | None, heads: str | None, *, plain: bool, dtype: Dtype, device: str | None) -> Pair:
     """Load a base and heads that are checked against it; see `choose`."""
     base_name, heads_name = choose(base, heads, plain)
+    from decode.drafters.medusa import MedusaDrafter
     from medusa_heads.base import Base
     from medusa_heads.hub import heads_directory, read_config
-    from medusa_heads.medusa import MedusaHeads
 
     quiet_transformers()
     directory = None if heads_name is None else heads_directory(heads_name)
@@ -104,22 +98,7 @@ def load_pair(base: str | None, heads: str | None, *, plain: bool, dtype: Dtype,
             raise UserError(f"the heads {heads_name} do not name their base: pass --base")
     with notices_on_stderr():
         loaded = Base.load(base_name, dtype=dtype.value, device=device, revision=revision)
-    if directory is None:
-        return Pair(loaded, None)
-    return Pair(loaded, MedusaHeads.from_pretrained(directory, base=loaded), read_tree(directory))
-
-
-def read_tree(directory: Path) -> Tree | None:
-    """The draft tree that is stored in a heads' directory, None where there is none."""
-    from decode.tree import Tree
-
-    path = directory / "tree.json"
-    if not path.is_file():
-        return None
-    try:
-        return Tree.from_dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError, UserError) as error:
-        raise HeadsError(f"{path}: {error}") from error
+    return Pair(loaded, None if directory is None else MedusaDrafter.from_pretrained(directory, loaded))
 
 
 def settings(
@@ -132,8 +111,8 @@ def settings(
     stop: tuple[str, ...] = (),
 ) -> GenerationSettings:
     """The engine's settings from the options of a command."""
-    from decode.engine import GenerationSettings
     from decode.sampling import SamplingParams
+    from decode.settings import GenerationSettings
 
     sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
     return GenerationSettings(max_new_tokens=max_new_tokens, sampling=sampling, seed=seed, stop=stop)
@@ -144,10 +123,9 @@ def render(base: Base, messages: list[dict[str, Any]]) -> list[int]:
     return base.render_chat(messages, add_generation_prompt=True)
 
 
-def summary(stats: Any) -> str:
+def summary(stats: Stats) -> str:
     """One line for people: tokens, tokens a second, acceptance length."""
-    speed = stats.new_tokens / stats.seconds if stats.seconds > 0 else float("nan")
-    return f"{stats.new_tokens} tokens, {speed:.1f} tokens/s, acceptance length {stats.tau:.2f}"
+    return f"{stats.new_tokens} tokens, {stats.tokens_per_second:.1f} tokens/s, acceptance length {stats.tau:.2f}"
 
 
 def quiet_transformers() -> None:

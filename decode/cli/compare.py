@@ -15,7 +15,8 @@ from decode.cli.rows import Row
 from medusa_heads.errors import UserError
 
 if TYPE_CHECKING:
-    from decode.engine import Decoder, GenerationSettings
+    from decode.engine import Decoder
+    from decode.settings import GenerationResult, GenerationSettings
 
 PROMPTS = (
     "Explain in a few sentences why the sky is blue.",
@@ -31,8 +32,8 @@ class Comparison:
 
     id: str | int
     turn: int
-    plain: Any
-    heads: Any
+    plain: GenerationResult
+    heads: GenerationResult
 
     @property
     def first_difference(self) -> int | None:
@@ -85,7 +86,7 @@ def compare(
         max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
     )
     pair = common.load_pair(base, heads, plain=False, dtype=dtype, device=device)
-    decoders = replace(pair, heads=None).decoder(), pair.decoder()
+    decoders = replace(pair, drafter=None).decoder(), pair.decoder()
     done = []
     for comparison in compared(*decoders, rows[:limit], settings):
         done.append(comparison)

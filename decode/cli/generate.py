@@ -16,7 +16,8 @@ from decode.cli.rows import Row, output_file, output_line, read_rows, write_line
 from medusa_heads.errors import UserError
 
 if TYPE_CHECKING:
-    from decode.engine import Decoder, GenerationSettings
+    from decode.engine import Decoder
+    from decode.settings import GenerationSettings
 
 
 def generate(

@@ -69,8 +69,13 @@ def describe(name: str, base: str | None = None) -> dict[str, Any]:
 
 
 def describe_tree(directory: Path) -> dict[str, Any] | None:
-    tree = common.read_tree(directory)
-    return None if tree is None else {"size": tree.size, "depth": tree.depth, **tree.to_dict()}
+    """The tree that decoding uses, and whatever else its file says; None where heads come without one."""
+    if not (directory / "tree.json").is_file():
+        return None
+    from decode.drafters.medusa import read_tree
+
+    tree = read_tree(directory)
+    return {"size": tree.size, "depth": tree.depth, **tree.to_dict()}
 
 
 def read_json(path: Path) -> Any:
