@@ -1,7 +1,7 @@
 """Rows on disk in shards of JSON lines that survive a kill.
 
-A row is one line, written and flushed at once. A kill can cut at most the last line of one shard; opening the
-store again removes such a torn line, so that what is left is whole rows and a run goes on by their ids.
+A row is one line, handed to the system at once. A kill can cut at most the last line of the last shard; opening the
+store for writing removes such a torn line, so that what is left is whole rows and a run goes on by their ids.
 """
 
 from __future__ import annotations
@@ -9,9 +9,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
+
+from filelock import FileLock, Timeout
+
+from medusa_heads.errors import UserError
 
 
 def shard_paths(directory: Path) -> list[Path]:
@@ -22,57 +26,100 @@ def shard_paths(directory: Path) -> list[Path]:
 def read_rows(directory: Path) -> Iterator[dict[str, Any]]:
     """All whole rows of a store, in the order they were written."""
     for path in shard_paths(directory):
-        with path.open(encoding="utf-8") as lines:
-            for line in lines:
-                if line.endswith("\n"):
-                    yield json.loads(line)
+        yield from read_lines(path)
 
 
-def _remove_torn_line(path: Path) -> None:
-    data = path.read_bytes()
-    if data and not data.endswith(b"\n"):
-        with path.open("r+b") as file:
-            file.truncate(data.rfind(b"\n") + 1)
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of one file of JSON lines; a last line without its end is not there yet."""
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.endswith("\n"):
+                return
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError as error:
+                raise UserError(f"{path}:{number} is damaged: not JSON ({error})") from None
+
+
+def write_beside(path: Path, text: str) -> None:
+    """Replaces a small file in one step: readers see the old text or the new one."""
+    beside = path.with_name(f".{path.name}.new")
+    beside.write_text(text, encoding="utf-8")
+    beside.replace(path)
+
+
+@contextmanager
+def sole_writer(directory: Path) -> Iterator[None]:
+    """Makes the directory and holds it against a second run. The lock of a killed run is free again at once."""
+    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(directory / ".lock", timeout=0):
+            yield
+    except Timeout:
+        raise UserError(f"another run is writing to {directory}") from None
+
+
+class LineWriter:
+    """Appends rows to one file of JSON lines. Removes a torn last line first."""
+
+    def __init__(self, path: Path):
+        self._file = path.open("ab", buffering=0)
+        data = path.read_bytes()
+        self._size = data.rfind(b"\n") + 1
+        self.rows = data.count(b"\n")
+        self._file.truncate(self._size)
+
+    def append(self, row: dict[str, Any]) -> None:
+        """Writes a whole line or, where the disk does not take it, nothing (and raises `OSError`)."""
+        data = (json.dumps(row, ensure_ascii=False) + "\n").encode()
+        written = 0
+        try:
+            while written < len(data):
+                written += self._file.write(data[written:]) or 0
+        except OSError:
+            self._file.truncate(self._size)
+            raise
+        self._size += len(data)
+        self.rows += 1
+
+    def close(self) -> None:
+        if not self._file.closed:
+            os.fsync(self._file.fileno())
+            self._file.close()
+
+    def __enter__(self) -> LineWriter:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
 
 class ShardWriter:
     """Appends rows to `directory/shard-00000.jsonl` and on, `rows_per_shard` to a file."""
 
     def __init__(self, directory: Path, rows_per_shard: int = 1000):
-        directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
         self.rows_per_shard = rows_per_shard
+        directory.mkdir(parents=True, exist_ok=True)
         existing = shard_paths(directory)
-        self._index = max(len(existing) - 1, 0)
-        self._rows = 0
-        if existing:
-            _remove_torn_line(existing[-1])
-            self._rows = existing[-1].read_bytes().count(b"\n")
-        self._file = self._path().open("a", encoding="utf-8")
+        self._index = int(existing[-1].stem.removeprefix("shard-")) if existing else 0
+        self._file = self._open()
 
-    def _path(self) -> Path:
-        return self.directory / f"shard-{self._index:05d}.jsonl"
+    def _open(self) -> LineWriter:
+        return LineWriter(self.directory / f"shard-{self._index:05d}.jsonl")
 
     def append(self, row: dict[str, Any]) -> None:
-        if self._rows >= self.rows_per_shard:
+        if self._file.rows >= self.rows_per_shard:
             self._file.close()
             self._index += 1
-            self._rows = 0
-            self._file = self._path().open("a", encoding="utf-8")
-        self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
-        self._file.flush()
-        self._rows += 1
+            self._file = self._open()
+        self._file.append(row)
 
     def close(self) -> None:
-        if not self._file.closed:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
+        self._file.close()
 
     def __enter__(self) -> ShardWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
