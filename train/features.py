@@ -1,0 +1,433 @@
+"""Hidden states of the frozen base, computed once and read by every epoch.
+
+    python -m train.features --config configs/x.yaml [key=value …]
+
+Shard k holds the states of a fixed run of examples (`rows_per_shard` of them, in data order) and carries a digest of
+their tokens and of everything else the states depend on. A shard whose digest still holds is kept, so a killed run
+goes on where it was, and data that have grown cost only the shards that are new. A shard is written beside its place
+and renamed when whole. Reading maps the files into memory and copies only the rows of a step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from medusa_heads.errors import UserError
+from train.batches import PackedBatch, count_targets, pack_by_length, span_positions
+from train.data import Example
+
+if TYPE_CHECKING:
+    from medusa_heads.base import Base
+
+
+class FeaturesError(UserError):
+    """Cached states are missing, incomplete or of another base."""
+
+
+@dataclass(frozen=True)
+class FeatureSettings:
+    """What is stored. States depend on these and on the base, so they are part of each shard's digest."""
+
+    positions: Literal["answers", "all"] = "answers"
+    """`answers` keeps the positions that predict a supervised token: all that heads on single states read.
+    `all` keeps the prompts' positions too, which a drafter with attention of its own needs."""
+    layers: tuple[int, ...] = ()
+    """Layers whose entering states are stored beside the last state (0 is the embedding)."""
+    dtype: str = "bfloat16"
+    rows_per_shard: int = 1000
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[self.dtype]
+
+
+def kept_positions(example: Example, settings: FeatureSettings) -> np.ndarray:
+    """Indices into the example whose states are stored."""
+    if settings.positions == "all":
+        return np.arange(len(example))
+    return span_positions(example.input_ids, example.supervised)[0]
+
+
+def estimate_bytes(examples: Sequence[Example], settings: FeatureSettings, hidden_size: int) -> int:
+    """Size on disk of the states of `examples`, in bytes."""
+    stored = sum(len(kept_positions(e, settings)) for e in examples)
+    width = hidden_size * (1 + len(settings.layers)) * settings.torch_dtype.itemsize
+    return stored * width + sum(len(e) for e in examples) * 5
+
+
+def base_states(
+    base: Base, examples: Sequence[Example], layers: Sequence[int], batch_tokens: int
+) -> tuple[dict[str, list[Tensor]], int]:
+    """States of each example, in the given order, by batches of similar length.
+
+    Rows are padded on the right. A causal base never looks right, so the states of real tokens need no mask.
+
+    Returns:
+        `{"last": [(T_r, h) …], "layer_3": […]}` and the number of tokens read, padding included.
+    """
+    names = ["last", *(f"layer_{i}" for i in layers)]
+    found: dict[str, list[Tensor]] = {name: [torch.empty(0)] * len(examples) for name in names}
+    read = 0
+    for rows in pack_by_length([len(e) for e in examples], batch_tokens):
+        width = max(len(examples[r]) for r in rows)
+        ids = torch.zeros(len(rows), width, dtype=torch.long)
+        for line, r in enumerate(rows):
+            ids[line, : len(examples[r])] = torch.tensor(examples[r].input_ids)
+        out = base.forward(ids.to(base.device), layers=layers)
+        read += ids.numel()
+        for name, states in zip(names, (out.last_hidden_state, *out.layer_states), strict=True):
+            for line, r in enumerate(rows):
+                found[name][r] = states[line, : len(examples[r])]
+    return found, read
+
+
+def _digest(examples: Sequence[Example], settings: FeatureSettings, fingerprint: dict[str, Any]) -> str:
+    """Identity of a shard's content. The base is known by its weights and tokenizer, not by its path."""
+    known = {k: v for k, v in fingerprint.items() if k not in ("base_model_name_or_path", "base_revision")}
+    digest = hashlib.sha256(json.dumps([settings.positions, settings.layers, settings.dtype, known]).encode())
+    for e in examples:
+        digest.update(json.dumps([e.row_id, e.temperature]).encode())
+        digest.update(np.asarray(e.input_ids, dtype=np.int32).tobytes())
+        digest.update(np.asarray(e.supervised, dtype=bool).tobytes())
+    return digest.hexdigest()
+
+
+def _shard_path(directory: Path, index: int) -> Path:
+    return directory / f"features-{index:05d}.safetensors"
+
+
+def _stored_digest(path: Path) -> str | None:
+    if not path.exists():
+        return None
+    with safe_open(path, framework="pt") as file:
+        return (file.metadata() or {}).get("digest")
+
+
+@dataclass(frozen=True)
+class FeatureReport:
+    shards: int
+    reused: int
+    tokens: int
+    """Read by the base in this run, padding included."""
+    seconds: float
+
+
+def write_features(
+    base: Base,
+    examples: Sequence[Example],
+    directory: Path,
+    settings: FeatureSettings,
+    *,
+    batch_tokens: int = 4096,
+    rank: int = 0,
+    world: int = 1,
+    on_shard: Callable[[int, int, int], None] | None = None,
+) -> FeatureReport:
+    """Runs the base over `examples` and writes their states, shard by shard.
+
+    Args:
+        rank, world: of several processes, this one writes the shards k with k % world == rank.
+        on_shard: called after each shard with (its index, tokens read, shards in all).
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    fingerprint = base.fingerprint()
+    size = settings.rows_per_shard
+    runs = [examples[i : i + size] for i in range(0, len(examples), size)]
+    reused = tokens = 0
+    start = time.perf_counter()
+    for index, run in enumerate(runs):
+        if index % world != rank:
+            continue
+        path, digest = _shard_path(directory, index), _digest(run, settings, fingerprint)
+        if _stored_digest(path) == digest:
+            reused += 1
+            continue
+        found, read = base_states(base, run, settings.layers, batch_tokens)
+        tokens += read
+        kept = [kept_positions(e, settings) for e in run]
+        tensors: dict[str, Tensor] = {
+            f"states.{name}": torch.cat([s[torch.from_numpy(k).to(s.device)] for s, k in zip(rows, kept, strict=True)])
+            .to("cpu", settings.torch_dtype)
+            .contiguous()
+            for name, rows in found.items()
+        }
+        tensors["input_ids"] = torch.tensor([t for e in run for t in e.input_ids], dtype=torch.int32)
+        tensors["supervised"] = torch.tensor([t for e in run for t in e.supervised], dtype=torch.bool)
+        tensors["lengths"] = torch.tensor([len(e) for e in run], dtype=torch.int32)
+        metadata = {
+            "digest": digest,
+            "rows": json.dumps([[e.row_id, e.temperature] for e in run]),
+            "settings": json.dumps({"positions": settings.positions, "layers": settings.layers}),
+            "base": json.dumps(fingerprint),
+        }
+        partial = path.with_suffix(".partial")
+        save_file(tensors, partial, metadata)
+        os.replace(partial, path)
+        if on_shard is not None:
+            on_shard(index, tokens, len(runs))
+    if rank == 0:
+        for stale in sorted(directory.glob("features-*.safetensors"))[len(runs) :]:
+            stale.unlink()
+    return FeatureReport(len(runs), reused, tokens, time.perf_counter() - start)
+
+
+class StateSource:
+    """Examples with the states of their spans: what a training step reads. Rows are numbered from 0."""
+
+    def __init__(self, examples: Sequence[Example]):
+        self.examples = list(examples)
+        self.spans = [span_positions(e.input_ids, e.supervised) for e in self.examples]
+        self.sizes = [len(positions) for positions, _, _ in self.spans]
+        """Positions of each row that predict a supervised token."""
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def pairs(self, rows: Sequence[int], num_heads: int) -> list[int]:
+        """How many targets each head has in `rows`."""
+        return count_targets(np.concatenate([self.spans[r][2] for r in rows]), num_heads)
+
+    def batch(self, rows: Sequence[int]) -> PackedBatch:
+        """The spans of `rows`, end to end."""
+        raise NotImplementedError
+
+
+class FeatureStore(StateSource):
+    """Cached states of many examples, mapped into memory.
+
+    Raises:
+        FeaturesError: no shards, or shards of different bases or settings side by side.
+    """
+
+    def __init__(self, directory: str | Path):
+        self.directory = Path(directory)
+        paths = sorted(self.directory.glob("features-*.safetensors"))
+        if not paths:
+            raise FeaturesError(f"{directory} holds no cached states: run `python -m train.features` first")
+        self._states: list[dict[str, Tensor]] = []
+        self._where: list[tuple[int, int]] = []
+        self.fingerprint: dict[str, Any] = {}
+        self.settings: dict[str, Any] = {}
+        super().__init__([example for shard, path in enumerate(paths) for example in self._open(shard, path)])
+        self._locate()
+
+    def _open(self, shard: int, path: Path) -> list[Example]:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata()
+            names = [n for n in file.keys() if n.startswith("states.")]  # noqa: SIM118
+            self._states.append({n.removeprefix("states."): file.get_tensor(n) for n in names})
+            ids, supervised = file.get_tensor("input_ids").tolist(), file.get_tensor("supervised").tolist()
+            lengths = file.get_tensor("lengths").tolist()
+        fingerprint, settings = json.loads(metadata["base"]), json.loads(metadata["settings"])
+        if shard == 0:
+            self.fingerprint, self.settings = fingerprint, settings
+        elif settings != self.settings or fingerprint["weights_hash"] != self.fingerprint["weights_hash"]:
+            raise FeaturesError(f"{path} was written with {settings}, by another run than shard 0 ({self.settings})")
+        ends = np.cumsum(lengths)
+        return [
+            Example(row_id, tuple(ids[end - length : end]), tuple(supervised[end - length : end]), temperature)
+            for (row_id, temperature), length, end in zip(json.loads(metadata["rows"]), lengths, ends, strict=True)
+        ]
+
+    def _locate(self) -> None:
+        """Where each row's states lie: (shard, first state)."""
+        shard = start = 0
+        for row in range(len(self)):
+            if start == len(self._states[shard]["last"]):
+                shard, start = shard + 1, 0
+            self._where.append((shard, start))
+            start += self._stored(row)
+        stored = sum(len(states["last"]) for states in self._states)
+        expected = sum(map(self._stored, range(len(self))))
+        if shard != len(self._states) - 1 or stored != expected:
+            raise FeaturesError(f"{self.directory} holds {stored} states where its rows have {expected}")
+
+    def _stored(self, row: int) -> int:
+        return len(self.examples[row]) if self.settings["positions"] == "all" else self.sizes[row]
+
+    def states(self, row: int, name: str = "last") -> Tensor:
+        """(S, h) stored states of one row, a view of the mapped file."""
+        shard, start = self._where[row]
+        return self._states[shard][name][start : start + self._stored(row)]
+
+    def batch(self, rows: Sequence[int]) -> PackedBatch:
+        """The spans of `rows`, end to end."""
+        states = []
+        for row in rows:
+            found = self.states(row)
+            if self.settings["positions"] == "all":
+                found = found[torch.from_numpy(self.spans[row][0])]
+            states.append(found)
+        return pack_spans(states, [self.spans[row] for row in rows], self._states[0]["last"])
+
+    def check_base(self, base: Base) -> None:
+        """Raises FeaturesError where the states come from another base than `base`."""
+        there, here = self.fingerprint, base.fingerprint()
+        for key in ("weights_hash", "hidden_size", "vocab_size", "tokenizer_hash"):
+            if there[key] != here[key]:
+                raise FeaturesError(
+                    f"{self.directory}: {key} {there[key]} of {there['base_model_name_or_path']!r} is not {here[key]} of {base.name!r}"
+                )
+
+
+def pack_spans(
+    states: Sequence[Tensor], spans: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]], like: Tensor
+) -> PackedBatch:
+    """Lays rows end to end. `like` gives dtype and width where there are no rows."""
+    if not states:
+        empty = torch.zeros(0, dtype=torch.long)
+        return PackedBatch(like[:0].reshape(0, like.shape[-1]), empty, empty)
+    next_ids = torch.from_numpy(np.concatenate([s[1] for s in spans]))
+    remaining = torch.from_numpy(np.concatenate([s[2] for s in spans]))
+    return PackedBatch(torch.cat(list(states)), next_ids, remaining)
+
+
+class LiveStates(StateSource):
+    """States computed inside the training step instead of read: nothing on disk, one base forward a step."""
+
+    def __init__(self, base: Base, examples: Sequence[Example], batch_tokens: int = 4096):
+        super().__init__(examples)
+        self.base = base
+        self.batch_tokens = batch_tokens
+        self.tokens = 0
+        """Read by the base so far, padding not counted."""
+        self.seconds = 0.0
+        """Spent in the base's forward so far."""
+
+    def batch(self, rows: Sequence[int]) -> PackedBatch:
+        """The spans of `rows`, end to end, by a fresh forward of the base."""
+        start = time.perf_counter()
+        found, _ = base_states(self.base, [self.examples[r] for r in rows], (), self.batch_tokens)
+        if self.base.device.type == "cuda":
+            torch.cuda.synchronize(self.base.device)
+        self.seconds += time.perf_counter() - start
+        self.tokens += sum(len(self.examples[r]) for r in rows)
+        spans = [self.spans[r] for r in rows]
+        states = [s[torch.from_numpy(k[0]).to(s.device)] for s, k in zip(found["last"], spans, strict=True)]
+        return pack_spans(states, spans, torch.zeros(0, self.base.hidden_size, dtype=self.base.dtype))
+
+
+def check_features(base: Base, store: FeatureStore, rows: Sequence[int]) -> float:
+    """Compares stored states of some rows with a fresh forward of each row alone, unpadded.
+
+    Returns:
+        The largest relative distance ‖stored − fresh‖ / ‖fresh‖ over all positions.
+    """
+    worst = 0.0
+    for row in rows:
+        example = store.examples[row]
+        layers = tuple(store.settings["layers"])
+        out = base.forward(torch.tensor([example.input_ids], device=base.device), layers=layers)
+        keep = slice(None) if store.settings["positions"] == "all" else torch.from_numpy(store.spans[row][0])
+        for name, fresh in zip(
+            ("last", *(f"layer_{i}" for i in layers)), (out.last_hidden_state, *out.layer_states), strict=True
+        ):
+            wanted = fresh[0].cpu()[keep].float()
+            distance = (store.states(row, name).float() - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp_min(1e-6)
+            worst = max(worst, float(distance.max()))
+    return worst
+
+
+def choose_draft_ids(sequences: Sequence[Example], size: int) -> Tensor:
+    """The `size` most frequent supervised tokens, most frequent first; ties by id.
+
+    Raises:
+        FeaturesError: fewer distinct tokens were seen than rows are asked for.
+    """
+    generated = np.concatenate(
+        [np.asarray(e.input_ids, dtype=np.int64)[np.asarray(e.supervised, dtype=bool)] for e in sequences]
+    )
+    counts = np.bincount(generated)
+    seen = int((counts > 0).sum())
+    if seen < size:
+        raise FeaturesError(f"the data hold {seen} distinct tokens, fewer than the draft vocabulary of {size}")
+    return torch.from_numpy(np.argsort(-counts, kind="stable")[:size].copy())
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line: caches the states that a training config asks for."""
+    import argparse
+    import shutil
+    import sys
+
+    from tqdm import tqdm
+
+    from medusa_heads.base import Base
+    from train.config import load_config
+    from train.data import encode_rows, load_chat_rows
+
+    parser = argparse.ArgumentParser(description="Cache the base's hidden states for a training config.")
+    parser.add_argument("--config", required=True)
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    options = parser.parse_args(arguments)
+    try:
+        config = load_config(options.config, options.overrides)
+        if config.features.directory is None:
+            raise FeaturesError("features.directory is not set: nowhere to cache states")
+        directory = Path(config.features.directory)
+        rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        base = Base.load(config.base, dtype=config.base_dtype, revision=config.base_revision)
+        examples, report = encode_rows(base, load_chat_rows(config.data.paths), config.data.max_length)
+        print(
+            f"{report.rows:,} rows → {report.examples:,} sequences, {report.tokens:,} tokens, "
+            f"{report.supervised_tokens:,} supervised; {report.truncated} truncated, {report.dropped} dropped"
+        )
+        settings = FeatureSettings(
+            config.features.positions, config.features.layers, config.features.dtype, config.features.rows_per_shard
+        )
+        directory.mkdir(parents=True, exist_ok=True)
+        size, free = estimate_bytes(examples, settings, base.hidden_size), shutil.disk_usage(directory).free
+        print(
+            f"states in {directory}: {size / 2**30:.2f} GiB in {settings.dtype}; {free / 2**30:.1f} GiB free",
+            flush=True,
+        )
+        if size > free:
+            raise FeaturesError(f"{size / 2**30:.1f} GiB of states do not fit into {free / 2**30:.1f} GiB")
+        start = time.perf_counter()
+        with tqdm(total=-(-len(examples) // settings.rows_per_shard), unit="shard") as bar:
+
+            def show(index: int, tokens: int, shards: int) -> None:
+                bar.update(index + 1 - bar.n)
+                bar.set_postfix_str(f"{tokens / (time.perf_counter() - start):.0f} tok/s")
+
+            done = write_features(
+                base,
+                examples,
+                directory,
+                settings,
+                batch_tokens=config.features.batch_tokens,
+                rank=rank,
+                world=world,
+                on_shard=show,
+            )
+        print(f"{done.shards} shards, {done.reused} kept; {done.tokens:,} padded tokens in {done.seconds:.0f} s")
+        if world == 1:
+            store = FeatureStore(directory)
+            rows = list(range(0, len(store), max(1, len(store) // 4)))[:4]
+            worst = check_features(base, store, rows)
+            print(f"against a fresh unpadded forward of {len(rows)} rows: relative distance at most {worst:.4f}")
+            if worst > (1e-3 if base.dtype == torch.float32 and settings.dtype == "float32" else 0.1):
+                raise FeaturesError(f"cached states differ from a fresh forward by {worst:.3f}")
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    import sys
+
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""The end of a run: evaluation on held-out rows, the draft tree, and the heads' directory."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from train.evaluate import Ranks, best_tree, collect_ranks, path_probabilities, simulate, summarize
+from train.features import LiveStates, StateSource
+from train.losses import Rows
+from train.progress import peak_bytes
+from train.trainer import row_labels
+
+if TYPE_CHECKING:
+    from medusa_heads.base import Base
+    from medusa_heads.medusa import MedusaHeads
+    from train.config import TrainingConfig
+
+
+def evaluation_groups(source: StateSource, rows: Sequence[int], limit: int | None) -> dict[str, list[int]]:
+    """Held-out rows by how their answers were made: `greedy` (temperature 0) and `sampled` (all others)."""
+    groups: dict[str, list[int]] = {"greedy": [], "sampled": []}
+    for row in list(rows)[:limit]:
+        groups["greedy" if source.examples[row].temperature == 0.0 else "sampled"].append(row)
+    return {name: found for name, found in groups.items() if any(source.sizes[r] for r in found)}
+
+
+@torch.no_grad()
+def rank_rows(heads: MedusaHeads, base: Base, source: StateSource, rows: Sequence[int], chunk_positions: int) -> Ranks:
+    """Ranks of the heads' candidates on some rows, with the heads in the base's dtype, as they are decoded."""
+    return collect_ranks(
+        source,
+        rows,
+        lambda states: heads(states.to(base.dtype)),
+        lambda states: heads.head_logits(states, base),
+        Rows(row_labels(heads.draft_ids, base.vocab_size)),
+        base.device,
+        chunk_positions,
+    )
+
+
+def finish(
+    config: TrainingConfig,
+    base: Base,
+    heads: MedusaHeads,
+    source: StateSource,
+    train_rows: Sequence[int],
+    eval_rows: Sequence[int],
+    run: dict[str, float],
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """Evaluates, chooses the tree, writes the heads' directory. Returns what metrics.json holds."""
+    import accelerate
+    import transformers
+
+    from medusa_heads.card import model_card
+
+    weights = {key: value.detach().clone() for key, value in heads.state_dict().items()}
+    heads.to(base.dtype).eval()
+    groups = evaluation_groups(source, eval_rows, config.evaluation.rows)
+    if not groups:
+        say("no held-out rows: evaluating on training rows instead")
+        groups = evaluation_groups(source, train_rows, config.evaluation.rows)
+    found = {name: rank_rows(heads, base, source, rows, config.loss.chunk_positions) for name, rows in groups.items()}
+    basis = "greedy" if "greedy" in found else "sampled"
+    tree = best_tree(path_probabilities(found[basis]), config.evaluation.tree_nodes)
+    metrics: dict[str, Any] = {
+        "evaluation": {name: summarize(ranks) for name, ranks in found.items()},
+        "evaluated_on": "held-out rows" if eval_rows else "training rows",
+        "tree_nodes": tree.size,
+        "tree_acceptance_length": {name: simulate(ranks, tree) for name, ranks in found.items()},
+        "parameters": heads.num_parameters,
+        "share_of_base": heads.num_parameters / base.num_parameters,
+        "training": {
+            **run,
+            "rows": len(train_rows),
+            "distinct_positions": sum(source.sizes[r] for r in train_rows),
+            "peak_memory_bytes": peak_bytes(base.device),
+        },
+        "base": base.fingerprint(),
+        "seed": config.seed,
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "accelerate": accelerate.__version__,
+        },
+        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, {base.device.type}",
+    }
+    if isinstance(source, LiveStates):
+        metrics["training"] |= {
+            "base_tokens_per_second": source.tokens / max(source.seconds, 1e-9),
+        }
+    for name, ranks in found.items():
+        figures = metrics["evaluation"][name]
+        top1 = " ".join(f"{row[0]:.3f}" for row in figures["top_accuracy"])
+        top5 = " ".join(f"{row[4]:.3f}" for row in figures["top_accuracy"])
+        lengths = " ".join(f"{n}: {x:.2f}" for n, x in figures["acceptance_length_by_nodes"].items())
+        say(f"{name} ({len(ranks.ranks):,} positions): top-1 {top1}; top-5 {top5}")
+        say(f"    acceptance length by nodes {lengths}")
+    heads.float().load_state_dict(weights)
+    card = model_card(
+        heads.config,
+        heads.num_parameters,
+        base_parameters=base.num_parameters,
+        facts={
+            "training positions": f"{metrics['training']['distinct_positions']:,}",
+            "steps": f"{int(run['steps']):,}",
+            f"acceptance length on held-out text ({basis}, {tree.size} nodes)": f"{metrics['tree_acceptance_length'][basis]:.2f}",
+        },
+    )
+    heads.save_pretrained(
+        config.output,
+        extras={
+            "tree.json": json.dumps(tree.to_dict()) + "\n",
+            "metrics.json": json.dumps(metrics, indent=1) + "\n",
+            "training_config.yaml": config.to_yaml(),
+            "README.md": card,
+        },
+    )
+    say(f"heads written to {config.output}")
+    return metrics

@@ -1,0 +1,161 @@
+"""Trains heads on a frozen base.
+
+    accelerate launch train/train_heads.py --config configs/x.yaml [key=value …]
+
+One loop: read the states of a step, heads, loss, gradient, optimizer. A step's rows, and all that is random in it,
+depend on the seed and the step's number alone, so a run that was stopped goes on bit for bit, and processes share a
+step without changing it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+
+from medusa_heads.base import Base
+from medusa_heads.errors import ConfigError, UserError
+from train.batches import plan_epoch, share_rows, steps_in_epoch
+from train.checkpoint import Interrupt, latest_checkpoint, load_checkpoint, save_checkpoint
+from train.config import TrainingConfig, load_config
+from train.data import held_out
+from train.finish import finish
+from train.losses import head_weights
+from train.progress import Meter, peak_memory
+from train.sources import open_source
+from train.trainer import MedusaTrainer, make_heads
+
+
+def train(config: TrainingConfig) -> Path:
+    """Trains to the end (or to an interruption, which leaves a checkpoint). Returns the heads' directory."""
+    accelerator = Accelerator(
+        mixed_precision=config.mixed_precision,
+        gradient_accumulation_steps=config.gradient_accumulation_steps,
+        log_with=config.tracker,
+        step_scheduler_with_optimizer=False,
+    )
+    set_seed(config.seed)
+    say = accelerator.print
+    base = Base.load(
+        config.base,
+        dtype=config.base_dtype,
+        device=accelerator.device,
+        revision=config.base_revision,
+        prepack=config.features.directory is None,
+    )
+    source = open_source(config, base)
+    train_rows = [r for r in range(len(source)) if not held_out(source.examples[r].row_id, config.data.held_out)]
+    eval_rows = [r for r in range(len(source)) if held_out(source.examples[r].row_id, config.data.held_out)]
+    if not train_rows:
+        raise ConfigError("no rows to train on")
+    sizes = [source.sizes[r] for r in train_rows]
+    lengths = [len(source.examples[r]) for r in train_rows] if config.features.directory is None else None
+
+    heads = make_heads(config, base, [source.examples[r] for r in train_rows])
+    say(
+        f"base {base.name}: {base.num_parameters:,} parameters; heads: {heads.num_parameters:,} "
+        f"({heads.num_parameters / base.num_parameters:.2%} of the base)"
+    )
+    say(f"{len(train_rows):,} rows with {sum(sizes):,} positions to train on, {len(eval_rows):,} rows held out")
+
+    trainer = MedusaTrainer(heads, base, config)
+    settings = config.optimizer
+    optimizer = torch.optim.AdamW(
+        trainer.parameters(),
+        lr=settings.learning_rate,
+        betas=(settings.beta1, settings.beta2),
+        weight_decay=settings.weight_decay,
+        fused=True,
+    )
+    steps_per_epoch = steps_in_epoch(sizes, config.positions_per_step)
+    total = config.epochs * steps_per_epoch
+    total = total if config.max_steps is None else min(total, config.max_steps)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: learning_rate_factor(step, total, settings.warmup_steps, settings.final_fraction)
+    )
+    model, optimizer = accelerator.prepare(trainer, optimizer)
+    accelerator.register_for_checkpointing(scheduler)
+    step = 0
+    checkpoint = latest_checkpoint(config.run_directory) if config.resume else None
+    if checkpoint is not None:
+        step = load_checkpoint(accelerator, checkpoint, config)
+        say(f"resumed from {checkpoint} at step {step} of {total}")
+
+    weights = torch.tensor(head_weights(config.heads.num_heads, config.loss.head_decay))
+    parts = accelerator.num_processes * config.gradient_accumulation_steps
+    mine = range(accelerator.process_index, parts, accelerator.num_processes)
+    plan: list[list[int]] = []
+    planned_epoch = -1
+    interrupt = Interrupt()
+    with Meter(accelerator, config, total, step) as meter, interrupt:
+        while step < total:
+            epoch, place = divmod(step, steps_per_epoch)
+            if epoch != planned_epoch:
+                plan = plan_epoch(sizes, config.positions_per_step, config.seed, epoch, lengths)
+                planned_epoch = epoch
+            # Each head's loss is a mean over its pairs in the whole step; accelerate takes means over processes and
+            # micro-batches, which `parts` undoes.
+            rows = [train_rows[i] for i in plan[place]]
+            pairs = torch.tensor(source.pairs(rows, len(weights)))
+            scale = (weights / pairs.clamp_min(1) * parts).to(accelerator.device)
+            shares = share_rows(rows, source.sizes, parts)
+            for part in mine:
+                batch = source.batch(shares[part]).to(accelerator.device)
+                with accelerator.accumulate(model):
+                    loss, figures = model(batch, scale, step)
+                    accelerator.backward(loss)
+                    if accelerator.sync_gradients:
+                        accelerator.clip_grad_norm_(trainer.parameters(), settings.max_grad_norm)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                meter.add(figures, tokens=sum(len(source.examples[r]) for r in shares[part]))
+            scheduler.step()
+            step += 1
+            meter.step(step, step / steps_per_epoch, scheduler.get_last_lr()[0])
+            stop = interrupt.agreed(accelerator)
+            if stop or (step % config.checkpoint_every == 0 and step < total):
+                save_checkpoint(accelerator, config, step)
+            if stop:
+                say(f"stopped at step {step} of {total}; the same command goes on from there")
+                raise SystemExit(130)
+    say(peak_memory(accelerator.device))
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        finish(config, base, trainer.heads, source, train_rows, eval_rows, meter.summary(), say)
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+    return Path(config.output)
+
+
+def learning_rate_factor(step: int, total: int, warmup: int, final: float) -> float:
+    """Linear warm-up to 1, then a cosine that reaches `final` at step `total`."""
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    progress = min(1.0, (step - warmup) / max(1, total - warmup))
+    return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Train heads on a frozen base.")
+    parser.add_argument("--config", required=True, help="YAML file; see configs/")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. optimizer.learning_rate=1e-3")
+    options = parser.parse_args(arguments)
+    try:
+        train(load_config(options.config, options.overrides))
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
