@@ -133,6 +133,7 @@ class TreeCache(Cache):
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Drops all rows but these, in this order."""
         index = torch.tensor(list(rows))
+        layer: Any
         for layer in self.layers:
             if layer.is_initialized:
                 layer.keys = layer.keys.index_select(0, index.to(layer.keys.device))

@@ -148,8 +148,8 @@ class _Call:
             for row in self.rows:
                 row.stats.base_forwards += 1
         with self.clock.stage("verify"):
-            emitted = [self._settle(row, ROOT_ONLY, None, logits[i][None]) for i, row in enumerate(self.rows)]
-        yield from self._report([(row, kept, 0) for row, (_, kept) in zip(self.rows, emitted, strict=True)])
+            settled = [self._settle(row, ROOT_ONLY, None, logits[i][None]) for i, row in enumerate(self.rows)]
+        yield from self._report([(row, kept, 0) for row, (_, kept, _) in zip(self.rows, settled, strict=True)])
 
     def _forward_pieces(self, pieces: Sequence[Sequence[int]]) -> tuple[BaseOutput, Tensor]:
         """A pass over one run of prompt tokens a row, right-padded: what follows a row's own tokens is never kept."""
@@ -189,10 +189,9 @@ class _Call:
                 row.stats.base_forwards += 1
                 settled.append(self._settle(row, draft.trees[i], tokens[i], logits[i], choices, laws, i))
         with self.clock.stage("commit"):
-            self._observe(output, draft.tokens, [path for path, _ in settled])
+            self._observe(output, draft.tokens, [path for path, _, _ in settled])
         report = []
-        for i, (row, (path, kept)) in enumerate(zip(self.rows, settled, strict=True)):
-            drafted = min(len(kept), len(path) - 1)
+        for i, (row, (_, kept, drafted)) in enumerate(zip(self.rows, settled, strict=True)):
             row.stats.count_round(drafted, draft.trees[i].size)
             report.append((row, kept, drafted))
         yield from self._report(report)
@@ -235,13 +234,14 @@ class _Call:
         choices: Tensor | None = None,
         laws: Tensor | None = None,
         index: int = 0,
-    ) -> tuple[list[int], list[int]]:
-        """Verifies one row. Returns the path whose tokens the cache keeps, and the tokens emitted."""
+    ) -> tuple[list[int], list[int], int]:
+        """Verifies one row. Returns the path whose tokens the cache keeps, the tokens emitted, and how many of those
+        were drafted."""
         tokens = torch.tensor([row.root]) if tokens is None else tokens
         own = choices[index] if choices is not None and row.greedy_at_once else None
         verdict = row.verify(tree, tokens, logits, own, laws)
         kept = row.accept(tree, tokens, verdict, logits)
-        return verdict.path[: len(kept)], kept
+        return verdict.path[: len(kept)], kept, min(len(kept), len(verdict.path) - 1)
 
     def _observe(self, output: BaseOutput, tokens: Tensor, paths: Sequence[Sequence[int]]) -> None:
         self.cache.commit(paths)

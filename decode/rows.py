@@ -106,7 +106,7 @@ class Row:
         if stopped:
             return "stop"
         criteria = self.settings.stopping_criteria
-        if criteria is not None and bool(criteria(torch.tensor([self.ids]), None).all()):  # type: ignore[arg-type]
+        if criteria is not None and bool(criteria(torch.tensor([self.ids]), None).all()):
             return "criteria"
         if len(self.ids) - self.prompt_length >= self.settings.max_new_tokens:
             return "length"

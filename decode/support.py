@@ -47,11 +47,11 @@ def check_tree_support(base: Base) -> None:
         path = PROBE.path(leaf)
         text = torch.cat((ids, tokens[:, path]), dim=1)
         plain = base.forward(text).last_hidden_state[:, -len(path) :]
-        error = (tree[:, path] - plain).abs().max() / plain.abs().max()
-        if not error < TOLERANCE:
+        deviation = (tree[:, path] - plain).abs().max() / plain.abs().max()
+        if not deviation < TOLERANCE:
             raise UnsupportedModelError(
                 f"{type(base.model).__name__} scores a tree of tokens differently from plain text (states differ by "
-                f"{float(error):.0%}): its attention ignores the tree's mask or positions"
+                f"{float(deviation):.0%}): its attention ignores the tree's mask or positions"
             )
     theirs = base.model(text).logits[:, -1].float()
     ours = base.project(plain[:, -1]).float()

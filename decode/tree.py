@@ -31,13 +31,13 @@ class Tree:
     """A draft tree's topology; the tokens are kept elsewhere, so that one topology serves every round."""
 
     parents: tuple[int, ...]
-    """Parent of each node; −1 for the root, which is node 0."""
+    """Parent of each node; -1 for the root, which is node 0."""
     ranks: tuple[int, ...]
     """Which candidate of its depth a node takes; the root's is 0 and means nothing."""
 
     def __post_init__(self) -> None:
         if len(self.parents) != len(self.ranks) or not self.parents or self.parents[0] != -1:
-            raise ConfigError("a tree needs as many ranks as parents, and −1 as the parent of node 0")
+            raise ConfigError("a tree needs as many ranks as parents, and -1 as the parent of node 0")
         taken = set()
         for node, (parent, rank) in enumerate(zip(self.parents[1:], self.ranks[1:], strict=True), 1):
             if not 0 <= parent < node:

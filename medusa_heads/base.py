@@ -55,7 +55,7 @@ class Base:
         self.num_parameters = sum(p.numel() for p in model.parameters())
         self.hidden_size = int(self.config.hidden_size)
         self.num_layers = int(self.config.num_hidden_layers)
-        weight = self._projection.weight
+        weight: Any = self._projection.weight
         self.vocab_size = int(weight.shape[0])
         if weight.shape[1] != self.hidden_size:
             raise UnsupportedModelError(
@@ -115,7 +115,7 @@ class Base:
     @cached_property
     def projection_weight(self) -> Tensor:
         """(V, h), rows of the vocabulary projection as the checkpoint has them."""
-        weight = self._projection.weight
+        weight: Any = self._projection.weight
         return weight.detach()
 
     @property
@@ -167,7 +167,7 @@ class Base:
         """One pass over `input_ids` (B, T). Computes no logits.
 
         Args:
-            position_ids: (B, T); default 0 … T−1.
+            position_ids: (B, T); default 0 … T - 1.
             attention_mask: None, causal over what the cache holds; (B, T) of 0/1, padding without a cache; or
                 boolean (B, T, S), which of the S cache slots (the new tokens' own included) each token sees.
             key_positions: (B, S), the position of the token in each slot. Needed with a (B, T, S) mask where the

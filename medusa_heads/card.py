@@ -16,8 +16,8 @@ TEMPLATE = """---
 # {{ title }}
 
 {{ num_heads }} Medusa heads of {{ num_layers }} residual block{{ "s" if num_layers != 1 else "" }} for `{{ base }}`
-{%- if revision %} at revision `{{ revision }}`{% endif %}, trained with medusa-heads on text that the base wrote itself.
-They propose tokens; the base decides. Decoded with medusa-heads, the text has the law of the base alone.
+{%- if revision %} at revision `{{ revision }}`{% endif %}, trained with medusa-heads on text that the base wrote
+itself. They propose tokens; the base decides. Decoded with medusa-heads, the text has the law of the base alone.
 
 | | |
 |---|---|

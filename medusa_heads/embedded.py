@@ -220,17 +220,13 @@ def copy_checked(source: IO[bytes], destination: Path, spec: EmbeddedModel, orig
 def convert(gguf: Path, made: Path) -> None:
     """Dequantise a GGUF file to a bfloat16 transformers directory, tokenizer and chat template included."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     source, file = str(gguf.parent), gguf.name
-    options: dict[str, object] = {}
-    try:
-        from transformers import GgufConfig
-    except ImportError:  # older releases always dequantise
-        pass
-    else:
-        options["quantization_config"] = GgufConfig(gguf_file=file, dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(source, gguf_file=file, dtype=torch.bfloat16, **options)
+    unpack = GgufConfig(gguf_file=file, dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        source, gguf_file=file, dtype=torch.bfloat16, quantization_config=unpack
+    )
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=file)
     model.save_pretrained(made)
     tokenizer.save_pretrained(made)

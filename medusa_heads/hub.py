@@ -174,7 +174,7 @@ class HeadsHubMixin(ModelHubMixin, library_name="medusa-heads", tags=["medusa-he
         config = read_config(directory)
         if base is not None:
             check_base(config, base, check_weights)
-        heads = cls(config)  # type: ignore[call-arg]
+        heads = cls(config)
         module: Any = heads
         load_exact(module, read_weights(directory / WEIGHTS), str(directory / WEIGHTS))
         if base is not None:
@@ -183,7 +183,7 @@ class HeadsHubMixin(ModelHubMixin, library_name="medusa-heads", tags=["medusa-he
             module.to(dtype=dtype)
         return module.eval()
 
-    def save_pretrained(  # type: ignore[override]
+    def save_pretrained(
         self,
         save_directory: str | Path,
         *,
@@ -236,7 +236,7 @@ class HeadsHubMixin(ModelHubMixin, library_name="medusa-heads", tags=["medusa-he
         (save_directory / CONFIG).write_text(json.dumps(self.config.to_dict(), indent=2) + "\n")
         save_file(tensors, save_directory / WEIGHTS, metadata={"format": "pt"})
 
-    def push_to_hub(  # type: ignore[override]
+    def push_to_hub(
         self, repo_id: str, *, extras: Mapping[str, str] | None = None, **options: Any
     ) -> str:
         """Uploads the heads with their model card. `options` go to `HfApi.create_repo` and `upload_folder`.

@@ -7,7 +7,7 @@ shared among the heads unless told otherwise.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -76,6 +76,7 @@ class MedusaHeads(nn.Module, HeadsHubMixin):
         heads = cls(config, draft_ids)
         if own_projection:
             rows = base.projection_weight if draft_ids is None else base.projection_weight[draft_ids]
+            projection: Any
             for projection in heads.lm_heads:
                 projection.weight.data.copy_(rows)
         return heads.to(base.device)
