@@ -68,7 +68,7 @@ class LossConfig:
     """Of the teacher's softmax; below 1 sharpens it."""
     head_decay: float = 0.8
     """Head i is weighted head_decay^i."""
-    chunk_positions: int = 256
+    chunk_positions: int = 128
     """Positions whose logits stand in memory at once."""
     sampled_rows: int | None = None
     """Instead of all draft rows, a step's loss is over this many: the most frequent half and a random draw from the
@@ -182,6 +182,8 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
             return None
         return _convert(next(a for a in arguments if a is not type(None)), value, where)
     if origin is Literal:
+        if value is False and "no" in arguments:
+            return "no"  # YAML 1.1 reads a bare `no` so
         if value not in arguments:
             raise ConfigError(f"{where} must be one of {', '.join(map(repr, arguments))}, not {value!r}")
         return value

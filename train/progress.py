@@ -105,9 +105,9 @@ class Meter:
         if self.accelerator.is_main_process:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
-            self.bar.set_postfix_str(
-                f"loss {row['loss']:.3f}, accuracy {' '.join(f'{x:.3f}' for x in accuracy)}, {positions / elapsed:.0f} pos/s, {tokens / elapsed:.0f} tok/s"
-            )
+            hits = " ".join(f"{x:.3f}" for x in accuracy)
+            speed = f"{positions / elapsed:.0f} positions/s, {tokens / elapsed:.0f} tokens/s"
+            self.bar.set_postfix_str(f"loss {row['loss']:.3f}, accuracy {hits}, {speed}")
 
     def summary(self) -> dict[str, float]:
         """Of this process's run: steps, positions (targets of head 0) and tokens read, and their speeds."""

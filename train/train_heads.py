@@ -38,6 +38,7 @@ from train.trainer import MedusaTrainer, make_heads
 def train(config: TrainingConfig) -> Path:
     """Trains to the end (or to an interruption, which leaves a checkpoint). Returns the heads' directory."""
     accelerator = Accelerator(
+        cpu=None if torch.accelerator.is_available() else True,  # processes without a GPU talk through gloo
         mixed_precision=config.mixed_precision,
         gradient_accumulation_steps=config.gradient_accumulation_steps,
         log_with=config.tracker,
@@ -65,6 +66,7 @@ def train(config: TrainingConfig) -> Path:
         f"base {base.name}: {base.num_parameters:,} parameters; heads: {heads.num_parameters:,} "
         f"({heads.num_parameters / base.num_parameters:.2%} of the base)"
     )
+    say(f"{accelerator.num_processes} process(es) on {accelerator.device.type}, {accelerator.mixed_precision} precision")
     say(f"{len(train_rows):,} rows with {sum(sizes):,} positions to train on, {len(eval_rows):,} rows held out")
 
     trainer = MedusaTrainer(heads, base, config)
@@ -120,7 +122,7 @@ def train(config: TrainingConfig) -> Path:
                 meter.add(figures, tokens=sum(len(source.examples[r]) for r in shares[part]))
             scheduler.step()
             step += 1
-            meter.step(step, step / steps_per_epoch, scheduler.get_last_lr()[0])
+            meter.step(step, step / steps_per_epoch, float(scheduler.get_last_lr()[0]))
             stop = interrupt.agreed(accelerator)
             if stop or (step % config.checkpoint_every == 0 and step < total):
                 save_checkpoint(accelerator, config, step)
