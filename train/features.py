@@ -332,9 +332,8 @@ def check_features(base: Base, store: FeatureStore, rows: Sequence[int]) -> floa
         layers = tuple(store.settings["layers"])
         out = base.forward(torch.tensor([example.input_ids], device=base.device), layers=layers)
         keep = slice(None) if store.settings["positions"] == "all" else torch.from_numpy(store.spans[row][0])
-        for name, fresh in zip(
-            ("last", *(f"layer_{i}" for i in layers)), (out.last_hidden_state, *out.layer_states), strict=True
-        ):
+        names = ("last", *(f"layer_{i}" for i in layers))
+        for name, fresh in zip(names, (out.last_hidden_state, *out.layer_states), strict=True):
             wanted = fresh[0].cpu()[keep].float()
             distance = (store.states(row, name).float() - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp_min(1e-6)
             worst = max(worst, float(distance.max()))

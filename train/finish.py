@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from train.evaluate import Ranks, best_tree, collect_ranks, path_probabilities, simulate, summarize
-from train.features import LiveStates, StateSource
+from train.features import StateSource
 from train.losses import Rows
 from train.progress import peak_bytes
 from train.trainer import row_labels
@@ -68,11 +68,12 @@ def finish(
     found = {name: rank_rows(heads, base, source, rows, config.loss.chunk_positions) for name, rows in groups.items()}
     basis = "greedy" if "greedy" in found else "sampled"
     tree = best_tree(path_probabilities(found[basis]), config.evaluation.tree_nodes)
+    lengths = {name: simulate(ranks, tree) for name, ranks in found.items()}
     metrics: dict[str, Any] = {
         "evaluation": {name: summarize(ranks) for name, ranks in found.items()},
         "evaluated_on": "held-out rows" if eval_rows else "training rows",
         "tree_nodes": tree.size,
-        "tree_acceptance_length": {name: simulate(ranks, tree) for name, ranks in found.items()},
+        "tree_acceptance_length": lengths,
         "parameters": heads.num_parameters,
         "share_of_base": heads.num_parameters / base.num_parameters,
         "training": {
@@ -91,18 +92,15 @@ def finish(
         },
         "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, {base.device.type}",
     }
-    if isinstance(source, LiveStates):
-        metrics["training"] |= {
-            "base_tokens_per_second": source.tokens / max(source.seconds, 1e-9),
-        }
     for name, ranks in found.items():
         figures = metrics["evaluation"][name]
         top1 = " ".join(f"{row[0]:.3f}" for row in figures["top_accuracy"])
         top5 = " ".join(f"{row[4]:.3f}" for row in figures["top_accuracy"])
-        lengths = " ".join(f"{n}: {x:.2f}" for n, x in figures["acceptance_length_by_nodes"].items())
+        by_nodes = " ".join(f"{n}: {x:.2f}" for n, x in figures["acceptance_length_by_nodes"].items())
         say(f"{name} ({len(ranks.ranks):,} positions): top-1 {top1}; top-5 {top5}")
-        say(f"    acceptance length by nodes {lengths}")
+        say(f"    acceptance length by nodes {by_nodes}")
     heads.float().load_state_dict(weights)
+    chosen = {"tree": tree.to_dict(), "chosen_for": basis, "acceptance_length": lengths}
     card = model_card(
         heads.config,
         heads.num_parameters,
@@ -110,13 +108,13 @@ def finish(
         facts={
             "training positions": f"{metrics['training']['distinct_positions']:,}",
             "steps": f"{int(run['steps']):,}",
-            f"acceptance length on held-out text ({basis}, {tree.size} nodes)": f"{metrics['tree_acceptance_length'][basis]:.2f}",
+            f"acceptance length on held-out text ({basis}, {tree.size} nodes)": f"{lengths[basis]:.2f}",
         },
     )
     heads.save_pretrained(
         config.output,
         extras={
-            "tree.json": json.dumps(tree.to_dict()) + "\n",
+            "tree.json": json.dumps(chosen) + "\n",
             "metrics.json": json.dumps(metrics, indent=1) + "\n",
             "training_config.yaml": config.to_yaml(),
             "README.md": card,

@@ -3,10 +3,10 @@
 With u = head i's state at position j of a span, W the projection's rows (V, h) and y = x_{j+1+i} (see
 `train.batches`), the loss of one (position, head) pair is
 
-    (1 − α) · (−log p_y)  +  α · (−Σ_v q_v log p_v),      p = softmax(W u),  q = softmax(W s / T)
+    (1 − a) · (−log p_y)  +  a · (−Σ_v q_v log p_v),      p = softmax(W u),  q = softmax(W s / T)
 
 where s is the base's own state at position j+1+i, so that q is the base's law of the same token. Its gradient by the
-logits is c·p − α·q − (1−α)·e_y with c the sum of the weights that are present, which is all that has to be known of
+logits is c·p − a·q − (1−a)·e_y with c the sum of the weights that are present, which is all that has to be known of
 a chunk: logits of a chunk are made, turned into their gradient, pulled back to u, and dropped. The gradients of all
 chunks are kept (K·P·h numbers) and handed to autograd in the backward pass; K·P·V numbers never stand in memory.
 
@@ -31,7 +31,7 @@ Projection = Callable[[Tensor], Tensor]
 @dataclass(frozen=True)
 class LossSettings:
     teacher_weight: float = 0.0
-    """α: 0 is hard labels alone, 1 the teacher alone."""
+    """a: 0 is hard labels alone, 1 the teacher alone."""
     teacher_temperature: float = 1.0
     """T: below 1 sharpens the teacher, toward what greedy decoding accepts."""
     chunk_positions: int = 128

@@ -28,6 +28,7 @@ from train.batches import plan_epoch, share_rows, steps_in_epoch
 from train.checkpoint import Interrupt, latest_checkpoint, load_checkpoint, save_checkpoint
 from train.config import TrainingConfig, load_config
 from train.data import held_out
+from train.features import LiveStates
 from train.finish import finish
 from train.losses import head_weights
 from train.progress import Meter, peak_memory
@@ -66,7 +67,9 @@ def train(config: TrainingConfig) -> Path:
         f"base {base.name}: {base.num_parameters:,} parameters; heads: {heads.num_parameters:,} "
         f"({heads.num_parameters / base.num_parameters:.2%} of the base)"
     )
-    say(f"{accelerator.num_processes} process(es) on {accelerator.device.type}, {accelerator.mixed_precision} precision")
+    say(
+        f"{accelerator.num_processes} process(es) on {accelerator.device.type}, {accelerator.mixed_precision} precision"
+    )
     say(f"{len(train_rows):,} rows with {sum(sizes):,} positions to train on, {len(eval_rows):,} rows held out")
 
     trainer = MedusaTrainer(heads, base, config)
@@ -129,10 +132,18 @@ def train(config: TrainingConfig) -> Path:
             if stop:
                 say(f"stopped at step {step} of {total}; the same command goes on from there")
                 raise SystemExit(130)
+    run = meter.summary()
+    if isinstance(source, LiveStates):
+        run["base_tokens_per_second"] = accelerator.num_processes * source.tokens / max(source.seconds, 1e-9)
+        run["share_of_base_speed"] = source.seconds / max(run["seconds"], 1e-9)
+        say(
+            f"read {run['tokens_per_second']:.0f} tokens/s; the base's forward alone, on the same batches, "
+            f"{run['base_tokens_per_second']:.0f} ({run['share_of_base_speed']:.0%})"
+        )
     say(peak_memory(accelerator.device))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        finish(config, base, trainer.heads, source, train_rows, eval_rows, meter.summary(), say)
+        finish(config, base, trainer.heads, source, train_rows, eval_rows, run, say)
     accelerator.wait_for_everyone()
     accelerator.end_training()
     return Path(config.output)

@@ -118,7 +118,7 @@ class MedusaTrainer(nn.Module):
         if not self.own_parameters:
             return shared
         return lambda states: torch.stack(
-            [nn.functional.linear(x, lm.weight.to(x.dtype)) for x, lm in zip(states, self.heads.lm_heads, strict=True)]
+            [nn.functional.linear(x, own.to(x.dtype)) for x, own in zip(states, self.own_parameters, strict=True)]
         )
 
     def _sampled(self, step: int) -> tuple[Rows, BaseRows]:

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from medusa_heads.errors import ConfigError
+from train.config import TrainingConfig, build, load_config
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def write(tmp_path, text):
+    (tmp_path / "c.yaml").write_text(text)
+    return tmp_path / "c.yaml"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("output: x\nbatch: 3", "unknown key batch"),
+        ("output: x\nheads: {num_head: 3}", r"unknown key heads\.num_head; known are .*num_heads"),
+        ("base: x", "missing key output"),
+        ("output: x\nepochs: many", "epochs must be of type int, not 'many'"),
+        ("output: x\nepochs: true", "epochs must be of type int"),
+        ("output: x\nheads: {family: moth}", r"heads\.family must be one of 'medusa'"),
+        ("output: x\nloss: {teacher_weight: 1.5}", r"loss\.teacher_weight must lie in \[0, 1\]"),
+        ("output: x\nepochs: 0", "epochs must be at least 1"),
+        ("output: x\ndata: {paths: here}", r"data\.paths must be a list"),
+        ("output: x\nheads: {own_projection: true}\nloss: {sampled_rows: 10}", "sampled_rows.*own_projection"),
+        ("- 1", "must be a mapping"),
+        ("a: [", "is not YAML"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path, text, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(write(tmp_path, text))
+
+
+def test_overrides_reach_sections_and_are_checked_too(tmp_path):
+    path = write(tmp_path, "output: x\noptimizer: {beta1: 0.8}")
+    config = load_config(
+        path, ["optimizer.learning_rate=3e-4", "heads.num_heads=2", "mixed_precision=no", "data.paths=[a, b]"]
+    )
+    assert config.optimizer.learning_rate == 3e-4 and config.optimizer.beta1 == 0.8
+    assert config.heads.num_heads == 2 and config.mixed_precision == "no" and config.data.paths == ("a", "b")
+    for bad in ("optimizer.lr=1", "optimizer", "output.x=1"):
+        with pytest.raises(ConfigError):
+            load_config(path, [bad])
+
+
+def test_a_config_survives_yaml():
+    config = build(TrainingConfig, {"output": "x", "mixed_precision": "no", "features": {"layers": [1, 2]}})
+    assert build(TrainingConfig, yaml.safe_load(config.to_yaml())) == config
+
+
+def test_a_missing_file_is_one_line(tmp_path):
+    with pytest.raises(ConfigError, match="cannot read"):
+        load_config(tmp_path / "none.yaml")
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda p: p.name)
+def test_shipped_recipes_are_valid(path):
+    load_config(path)
+
+
+def test_the_shipped_heads_are_at_most_two_percent_of_their_base():
+    heads = load_config(CONFIGS / "smollm2-135m-medusa.yaml").heads
+    assert not heads.own_projection
+    assert heads.num_heads * heads.num_layers * (576 * 576 + 576) <= 0.02 * 134_515_008

@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.train.helpers import TEMPLATES, chat_base
+from train.data import DataError, encode_row, encode_rows, end_of_turn_id, held_out, load_chat_rows, truncate
+
+ANSWERS = ["The answer is 4.", "the the the", "Question? [INST] model\nassistant", "  indented\n\n", "é世 café"]
+
+
+def decoded(base, ids):
+    return base.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def supervised_runs(example):
+    """Runs of supervised tokens, as lists of ids."""
+    runs, previous = [], False
+    for token, flag in zip(example.input_ids, example.supervised, strict=True):
+        if flag:
+            runs[-1].append(token) if previous else runs.append([token])
+        previous = flag
+    return runs
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_the_mask_decodes_to_the_answer_and_its_end_of_turn(family, answer):
+    base = chat_base(family)
+    end = end_of_turn_id(base)
+    assert base.tokenizer.convert_ids_to_tokens(end) == TEMPLATES[family][1]
+    messages = [{"role": "user", "content": "the answer?"}, {"role": "assistant", "content": answer}]
+    (example,) = encode_row(base, {"id": "a", "messages": messages, "finished": True}, end)
+    (run,) = supervised_runs(example)
+    assert run[-1] == end
+    text = decoded(base, run[:-1])
+    assert text == answer or text == " " + answer
+    prompt = base.render_chat(messages[:1], add_generation_prompt=True)
+    assert list(example.input_ids[: -len(run)]) == prompt
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_a_cut_answer_has_no_end_of_turn(family):
+    base = chat_base(family)
+    end = end_of_turn_id(base)
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "cut in the mid"}]
+    (example,) = encode_row(base, {"id": "a", "messages": messages, "finished": False}, end)
+    (run,) = supervised_runs(example)
+    assert decoded(base, run).removeprefix(" ") == "cut in the mid"
+    assert example.supervised[-1] and end != example.input_ids[-1]
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_every_turn_is_supervised_once_also_where_texts_repeat(family):
+    base = chat_base(family)
+    end = end_of_turn_id(base)
+    turns = ["same", "same", "same"]
+    messages = [m for t in turns for m in ({"role": "user", "content": "same"}, {"role": "assistant", "content": t})]
+    examples = encode_row(base, {"id": "a", "messages": messages, "finished": False}, end)
+    runs = [run for e in examples for run in supervised_runs(e)]
+    assert [decoded(base, r).replace(TEMPLATES[family][1], "").removeprefix(" ") for r in runs] == turns
+    assert [r[-1] == end for r in runs] == [True, True, False]
+
+
+def test_turns_share_a_sequence_where_the_template_keeps_history():
+    base = chat_base("chatml")
+    messages = [
+        {"role": r, "content": c} for r, c in [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]
+    ]
+    (example,) = encode_row(base, {"id": "a", "messages": messages}, end_of_turn_id(base))
+    assert (
+        decoded(base, example.input_ids) == decoded(base, base.render_chat(messages, add_generation_prompt=False))[:-1]
+    )
+
+
+def test_turns_are_apart_where_the_template_rewrites_history():
+    base = chat_base("qwen")
+    thought = "<think>x</think>b"
+    messages = [
+        {"role": r, "content": c} for r, c in [("user", "a"), ("assistant", thought), ("user", "c"), ("assistant", "d")]
+    ]
+    first, second = encode_row(base, {"id": "a", "messages": messages}, end_of_turn_id(base))
+    assert [decoded(base, r[:-1]) for r in supervised_runs(first)] == [thought]
+    assert [decoded(base, r[:-1]) for r in supervised_runs(second)] == ["d"]
+    assert "think" not in decoded(base, second.input_ids)
+
+
+def test_an_answer_that_its_tokens_do_not_reproduce_names_its_row():
+    base = chat_base("chatml")
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "Ω"}]
+    with pytest.raises(DataError, match="row 'odd'"):
+        encode_row(base, {"id": "odd", "messages": messages}, 2)
+
+
+@pytest.mark.parametrize("row", [{"id": "x"}, {"id": "x", "messages": [{"role": "user", "content": "a"}]}])
+def test_rows_without_an_answer_are_named(row):
+    with pytest.raises(DataError, match="'x'"):
+        encode_row(chat_base("chatml"), row, 2)
+
+
+def test_truncation_keeps_the_beginning_and_drops_what_has_no_answer_left():
+    base = chat_base("chatml")
+    messages = [{"role": "user", "content": "a" * 20}, {"role": "assistant", "content": "b" * 20}]
+    rows = [{"id": "x", "messages": messages}]
+    (whole,), _ = encode_rows(base, rows)
+    prompt = whole.supervised.index(True)
+    (short,), report = encode_rows(base, rows, max_length=prompt + 3)
+    assert short.input_ids == whole.input_ids[: prompt + 3] and sum(short.supervised) == 3
+    assert (report.truncated, report.dropped, report.supervised_tokens) == (1, 0, 3)
+    none, report = encode_rows(base, rows, max_length=prompt)
+    assert none == [] and report.dropped == 1
+    assert truncate(whole, prompt + 1) is not None
+
+
+def test_held_out_rows_are_chosen_by_id_at_about_the_fraction():
+    chosen = {i for i in range(4000) if held_out(str(i), 0.1)}
+    assert 320 < len(chosen) < 480
+    assert chosen <= {i for i in range(4000) if held_out(str(i), 0.2)}
+    assert not any(held_out(str(i), 0.0) for i in range(100))
+
+
+def test_rows_come_from_files_and_shard_directories(tmp_path):
+    row = {"id": "1", "messages": []}
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "shard-00000.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "f.jsonl").write_text(json.dumps({**row, "id": "2"}) + "\n")
+    assert [r["id"] for r in load_chat_rows([tmp_path / "d", tmp_path / "f.jsonl"])] == ["1", "2"]
+    with pytest.raises(DataError, match="nowhere"):
+        list(load_chat_rows([tmp_path / "nowhere"]))

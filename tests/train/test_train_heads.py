@@ -1,0 +1,251 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
+
+import train.train_heads as script
+from decode.drafters.medusa import MedusaDrafter
+from decode.engine import Decoder, GenerationSettings
+from medusa_heads import Base, MedusaHeads
+from medusa_heads.errors import ConfigError
+from tests.train.helpers import save_tiny_base, tiny_config, write_rows
+from train import features
+from train.checkpoint import checkpoints
+from train.config import TrainingConfig, build
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_accelerator():
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A tiny base, chat rows, and the states of both."""
+    directory = tmp_path_factory.mktemp("training")
+    save_tiny_base(directory / "base")
+    write_rows(directory / "rows.jsonl")
+    config = directory / "features.yaml"
+    data = tiny_config(directory, features={"directory": str(directory / "states"), "dtype": "float32"})
+    config.write_text(yaml.safe_dump(data))
+    assert features.main(["--config", str(config)]) == 0
+    return directory
+
+
+def run(place, output, **changes):
+    AcceleratorState._reset_state(reset_partial_state=True)
+    changes.setdefault("features", {"directory": str(place / "states"), "dtype": "float32"})
+    config = build(TrainingConfig, tiny_config(place, output=str(output), **changes))
+    script.train(config)
+    return Path(config.output)
+
+
+def weights(directory):
+    return load_file(directory / "model.safetensors")
+
+
+def logged(output):
+    return [json.loads(line) for line in (Path(str(output) + ".run") / "metrics.jsonl").read_text().splitlines()]
+
+
+def assert_same_weights(a, b):
+    first, second = weights(a), weights(b)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[k], second[k]) for k in first)
+    assert any(v.float().abs().sum() > 0 for k, v in first.items() if k != "draft_ids")
+
+
+def test_a_run_leaves_a_whole_heads_directory(place, tmp_path):
+    out = run(place, tmp_path / "heads", heads={"num_heads": 3, "num_layers": 2, "draft_vocab_size": 6})
+    names = {"config.json", "model.safetensors", "tree.json", "metrics.json", "training_config.yaml", "README.md"}
+    assert {p.name for p in out.iterdir()} == names
+    base = Base.load(str(place / "base"), dtype="float32")
+    drafter = MedusaDrafter.from_pretrained(out, base)
+    assert drafter.tree.size <= 6 and len(drafter.heads.draft_ids) == 6
+    metrics = json.loads((out / "metrics.json").read_text())
+    assert metrics["evaluated_on"] == "held-out rows"
+    greedy = metrics["evaluation"]["greedy"]
+    assert len(greedy["top_accuracy"]) == 3 and len(greedy["top_accuracy"][0]) == 10
+    assert greedy["top_accuracy"][0] == sorted(greedy["top_accuracy"][0])
+    assert metrics["parameters"] == 3 * 2 * (32 * 32 + 32)
+    assert metrics["training"]["peak_memory_bytes"] > 2**20
+    assert build(TrainingConfig, yaml.safe_load((out / "training_config.yaml").read_text())).output == str(out)
+    losses = [row["loss"] for row in logged(out)]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(
+    "loss", [{}, {"teacher_weight": 1.0}, {"teacher_weight": 0.5, "teacher_temperature": 0.5, "sampled_rows": 20}]
+)
+def test_ten_steps_equal_five_and_five_bit_for_bit(place, tmp_path, loss):
+    settings = {"epochs": 8, "loss": loss, "checkpoint_every": 5}
+    whole = run(place, tmp_path / "whole", max_steps=10, **settings)
+    assert logged(whole)[-1]["epoch"] > 1
+
+    output, real, calls = tmp_path / "parts", script.save_checkpoint, []
+
+    def save_and_die(*arguments):
+        calls.append(real(*arguments))
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(script, "save_checkpoint", save_and_die)
+        with pytest.raises(KeyboardInterrupt):
+            run(place, output, max_steps=10, **settings)
+    assert [c.name for c in calls] == ["checkpoint-0000005"] and not output.exists()
+    torch.manual_seed(999)
+    assert_same_weights(whole, run(place, output, max_steps=10, **settings))
+    assert [row["step"] for row in logged(output)] == [2, 4, 6, 8, 10]
+
+
+def test_ctrl_c_saves_and_the_same_command_goes_on(place, tmp_path):
+    whole = run(place, tmp_path / "whole", max_steps=6)
+    output, real = tmp_path / "stopped", script.plan_epoch
+
+    def interrupt_in_step_one(*arguments):
+        os.kill(os.getpid(), signal.SIGINT)
+        return real(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(script, "plan_epoch", interrupt_in_step_one)
+        with pytest.raises(SystemExit) as stop:
+            run(place, output, max_steps=6)
+    assert stop.value.code == 130
+    assert [c.name for c in checkpoints(Path(str(output) + ".run"))] == ["checkpoint-0000001"]
+    assert_same_weights(whole, run(place, output, max_steps=6))
+
+
+def test_a_checkpoint_of_other_settings_is_refused(place, tmp_path):
+    run(place, tmp_path / "a", max_steps=4, checkpoint_every=2)
+    with pytest.raises(ConfigError, match="optimizer"):
+        run(place, tmp_path / "a", max_steps=4, checkpoint_every=2, optimizer={"learning_rate": 0.5})
+
+
+def test_live_states_train_the_same_heads_as_cached_ones(place, tmp_path):
+    live = run(place, tmp_path / "live", features={"directory": None}, max_steps=1, positions_per_step=10_000)
+    cached = run(place, tmp_path / "cached", max_steps=1, positions_per_step=10_000)
+    a, b = weights(live), weights(cached)
+    assert all(torch.allclose(a[k].float(), b[k].float(), atol=1e-4) for k in a)
+    training = json.loads((live / "metrics.json").read_text())["training"]
+    assert training["base_tokens_per_second"] > training["tokens_per_second"] > 0
+    assert 0 < training["share_of_base_speed"] < 1
+
+
+def launch(arguments, processes):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    name = "cpu.yaml" if processes == 1 else "cpu-2.yaml"
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
+    command += [str(REPOSITORY / "configs/accelerate" / name), "--main_process_port", str(port)]
+    command += [str(REPOSITORY / "train/train_heads.py"), *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+
+
+def test_two_processes_train_what_one_does(place, tmp_path):
+    outputs = []
+    for processes, accumulation in ((1, 1), (2, 2)):
+        output = tmp_path / f"by-{processes}"
+        data = tiny_config(
+            place,
+            output=str(output),
+            features={"directory": str(place / "states"), "dtype": "float32"},
+            gradient_accumulation_steps=accumulation,
+            max_steps=4,
+        )
+        (tmp_path / "c.yaml").write_text(yaml.safe_dump(data))
+        done = launch(["--config", str(tmp_path / "c.yaml")], processes)
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert f"{processes} process(es)" in done.stdout
+        outputs.append(output)
+    one, two = map(weights, outputs)
+    for key in one:
+        torch.testing.assert_close(one[key].float(), two[key].float(), rtol=1e-2, atol=2e-5)
+    for a, b in zip(*map(logged, outputs), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+        assert a["accuracy_head_0"] == pytest.approx(b["accuracy_head_0"])
+
+
+def test_the_command_line_names_what_is_wrong_without_a_traceback(tmp_path, capsys):
+    (tmp_path / "c.yaml").write_text("output: x\nstep: 3\n")
+    assert script.main(["--config", str(tmp_path / "c.yaml")]) == 2
+    shown = capsys.readouterr()
+    assert "unknown key step" in shown.err and "Traceback" not in shown.err
+
+
+def repeated(directory, text, count=1):
+    """A training set of one conversation, `count` times."""
+    messages = [{"role": "user", "content": "go"}, {"role": "assistant", "content": text}]
+    rows = [{"id": f"r{i}", "temperature": 0.0, "finished": False, "messages": messages} for i in range(count)]
+    (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_on_periodic_text_each_head_learns_its_own_offset(tmp_path):
+    """A head that is off by one would learn another token of the period: 7 distinct letters, offsets 2 to 5."""
+    save_tiny_base(tmp_path / "base")
+    period = "abcdefg"
+    repeated(tmp_path, period * 8)
+    out = run(
+        tmp_path,
+        tmp_path / "heads",
+        features={"directory": None},
+        data={"paths": [str(tmp_path / "rows.jsonl")], "held_out": 0.0},
+        heads={"num_heads": 4, "num_layers": 1},
+        epochs=150,
+        optimizer={"learning_rate": 0.02, "warmup_steps": 5},
+        log_every=50,
+    )
+    base = Base.load(str(tmp_path / "base"), dtype="float32")
+    heads = MedusaHeads.from_pretrained(out, base=base)
+    prompt = base.render_chat([{"role": "user", "content": "go"}])
+    answer = base.tokenizer(period * 8, add_special_tokens=False)["input_ids"]
+    states = base.forward(torch.tensor([prompt + answer])).last_hidden_state[0]
+    guesses = heads.head_logits(heads(states), base).argmax(-1)
+    for head in range(4):
+        for t in range(len(prompt) - 1, len(prompt) + len(answer) - 2 - head):
+            assert guesses[head, t] == answer[t + 2 + head - len(prompt)], (head, t)
+
+
+def test_heads_overfitted_on_one_answer_get_the_full_depth_accepted(tmp_path):
+    """The base's own greedy answer is learned by heart; then every round accepts the whole chain."""
+    save_tiny_base(tmp_path / "base")
+    base = Base.load(str(tmp_path / "base"), dtype="float32")
+    prompt = base.render_chat([{"role": "user", "content": "go"}])
+    new = 33
+    answer = Decoder(base).generate(prompt, GenerationSettings(max_new_tokens=new, eos_token_ids=())).token_ids
+    text = base.tokenizer.decode(answer, skip_special_tokens=False)
+    if base.tokenizer(text, add_special_tokens=False)["input_ids"] != answer:
+        pytest.fail("the answer does not survive its text; choose another seed for the tiny model")
+    repeated(tmp_path, text)
+    out = run(
+        tmp_path,
+        tmp_path / "heads",
+        features={"directory": None},
+        data={"paths": [str(tmp_path / "rows.jsonl")], "held_out": 0.0},
+        heads={"num_heads": 3, "num_layers": 2},
+        epochs=300,
+        optimizer={"learning_rate": 0.02, "warmup_steps": 5},
+        log_every=100,
+        evaluation={"tree_nodes": 4},
+    )
+    drafter = MedusaDrafter.from_pretrained(out, base)
+    assert drafter.tree.depth == 3
+    result = Decoder(base, drafter).generate(prompt, GenerationSettings(max_new_tokens=new, eos_token_ids=()))
+    assert result.token_ids == answer
+    # One token from the prefill, then four a round.
+    assert result.stats.base_forwards == 1 + (new - 1) // 4
