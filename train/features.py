@@ -279,7 +279,8 @@ class FeatureStore(StateSource):
         for key in ("weights_hash", "hidden_size", "vocab_size", "tokenizer_hash"):
             if there[key] != here[key]:
                 raise FeaturesError(
-                    f"{self.directory}: {key} {there[key]} of {there['base_model_name_or_path']!r} is not {here[key]} of {base.name!r}"
+                    f"{self.directory}: {key} {there[key]} of {there['base_model_name_or_path']!r} is not "
+                    f"{here[key]} of {base.name!r}"
                 )
 
 

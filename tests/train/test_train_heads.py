@@ -129,6 +129,14 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(place, tmp_path):
     assert_same_weights(whole, run(place, output, max_steps=6))
 
 
+def test_heads_with_projections_of_their_own_train_them(place, tmp_path):
+    out = run(place, tmp_path / "own", max_steps=4, heads={"num_heads": 2, "num_layers": 1, "own_projection": True})
+    base = Base.load(str(place / "base"), dtype="float32")
+    heads = MedusaHeads.from_pretrained(out, base=base)
+    for projection in heads.lm_heads:
+        assert (projection.weight - base.projection_weight).abs().max() > 1e-3
+
+
 def test_a_checkpoint_of_other_settings_is_refused(place, tmp_path):
     run(place, tmp_path / "a", max_steps=4, checkpoint_every=2)
     with pytest.raises(ConfigError, match="optimizer"):
