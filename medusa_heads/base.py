@@ -130,7 +130,7 @@ class Base:
 
     def project(self, hidden_states: Tensor) -> Tensor:
         """Vocabulary logits: (..., h) → (..., V) in the base's dtype, equal to the base's own `logits`."""
-        return self._rescale(self._projection(hidden_states))
+        return self.rescale(self._projection(hidden_states))
 
     def project_rows(self, hidden_states: Tensor, ids: Tensor) -> Tensor:
         """Logits of the tokens `ids` alone: (..., h) → (..., len(ids))."""
@@ -138,9 +138,9 @@ class Base:
         rows = torch.nn.functional.linear(
             hidden_states, self.projection_weight[ids], None if bias is None else bias[ids]
         )
-        return self._rescale(rows)
+        return self.rescale(rows)
 
-    def _rescale(self, logits: Tensor) -> Tensor:
+    def rescale(self, logits: Tensor) -> Tensor:
         """What some families do to their logits after the projection, by the names their configs give it."""
         scale = getattr(self.config, "logit_scale", None)
         if scale is not None:

@@ -69,7 +69,7 @@ class BaseRows:
         self.bias = bias if bias is None or ids is None else bias[ids]
 
     def __call__(self, states: Tensor) -> Tensor:
-        return self.base._rescale(nn.functional.linear(states.to(self.weight.dtype), self.weight, self.bias))
+        return self.base.rescale(nn.functional.linear(states.to(self.weight.dtype), self.weight, self.bias))
 
 
 class MedusaTrainer(nn.Module):
