@@ -14,6 +14,7 @@ from decode.cli.chat import chat
 from decode.cli.compare import compare
 from decode.cli.generate import generate
 from decode.cli.inspect import inspect
+from decode.cli.predict import predict
 from medusa_heads import __version__
 from medusa_heads.errors import UserError
 
@@ -55,7 +56,7 @@ def describe(error: Exception) -> str:
 
 
 app = typer.Typer(cls=OneLineErrors, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-for command in (generate, chat, compare, inspect):
+for command in (generate, chat, compare, inspect, predict):
     app.command()(command)
 
 
