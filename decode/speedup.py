@@ -21,8 +21,8 @@ from medusa_heads.errors import ConfigError
 def expected_tokens(alpha: float, gamma: int) -> float:
     """Expected tokens of a round that drafts a chain of `gamma` tokens, the base's own token included.
 
-    (1 − alpha^(gamma+1)) / (1 − alpha), which is gamma + 1 at alpha = 1: Leviathan et al. 2023, equation 1. It is summed as
-    1 + alpha + … + alpha^gamma, which loses no digits near alpha = 1.
+    (1 − alpha^(gamma+1)) / (1 − alpha), which is gamma + 1 at alpha = 1: Leviathan et al. 2023, equation 1. It is
+    summed as 1 + alpha + … + alpha^gamma, which loses no digits near alpha = 1.
 
     Raises:
         ConfigError: alpha outside [0, 1] or gamma negative.
@@ -97,7 +97,11 @@ def break_even_alpha(gamma: int, cost: float) -> float | None:
 
 
 def best_gamma(alpha: float, draft_cost: float, verify_costs: Sequence[float]) -> int:
-    """The chain length that is fastest. verify_costs: [gamma] is the cost of a pass over gamma + 1 nodes, from gamma = 0 on."""
+    """The chain length that is fastest.
+
+    Args:
+        verify_costs: [gamma] is the cost of a pass over gamma + 1 nodes, from gamma = 0 on.
+    """
     gains = [
         speedup(expected_tokens(alpha, gamma), round_cost(gamma, draft_cost, verify))
         for gamma, verify in enumerate(verify_costs)
