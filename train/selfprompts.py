@@ -14,7 +14,7 @@ from typing import Any
 from rich.progress import Progress
 
 from medusa_heads.errors import ConfigError
-from train.answerers import Answerer, AnswererError, Request, Stop, request_seed
+from train.answerers import Answerer, AnswererError, Request, RowError, Stop, request_seed
 from train.pool import Failures, run_workers
 from train.prompts import Prompt, drop_duplicates
 from train.shards import LineWriter, read_lines, sole_writer
@@ -96,6 +96,8 @@ async def write_prompts(
                 )
             except AnswererError:
                 raise
+            except RowError as error:  # what is asked is the same for every sample
+                raise AnswererError(f"the base cannot write prompts: {error}") from error
             except Exception as error:
                 failures.add(str(index), error)
                 return
@@ -116,10 +118,7 @@ async def write_prompts(
                         f"of {len(samples)} prompts that the base wrote only {len(prompts)} came to an end, were not "
                         f"empty and differ from each other: {count} cannot be had"
                     )
-                sampled = len(samples)
                 await run_workers(missing, sample, concurrency)
-                if len(samples) == sampled:
-                    raise AnswererError(f"the base wrote no prompt: {next(iter(failures.errors.values()))}")
                 prompts, duplicates = usable(samples, seed)
         finally:
             failures.save()
