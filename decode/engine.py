@@ -6,7 +6,7 @@ Plain decoding is the same loop with a tree of one node, so that the two are com
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -56,16 +56,18 @@ class Decoder:
         self, prompt_ids: Sequence[int], settings: GenerationSettings | None = None, *, prefix: Prefix | None = None
     ) -> GenerationResult:
         """Continues one prompt."""
-        call = _Call(self, [prompt_ids], settings or GenerationSettings(), stream=False, prefix=prefix)
+        call = _Call(self, [prompt_ids], [settings or GenerationSettings()], prefix=prefix)
         for _ in call.run():
             pass
         return call.results[0]
 
     def generate_batch(
-        self, prompts: Sequence[Sequence[int]], settings: GenerationSettings | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        settings: GenerationSettings | Sequence[GenerationSettings] | None = None,
     ) -> list[GenerationResult]:
-        """Continues several prompts of any lengths together; each row as if it were alone (with seed + its index)."""
-        call = _Call(self, prompts, settings or GenerationSettings(), stream=False)
+        """Continues several prompts of any lengths together; each row as if it were alone."""
+        call = _Call(self, prompts, per_row(settings, len(prompts)))
         for _ in call.run():
             pass
         return [call.results[i] for i in range(len(prompts))]
@@ -76,11 +78,30 @@ class Decoder:
         """Continues one prompt, yielding what each round adds. The last chunk has the result."""
         if self.base.tokenizer is None:
             raise ConfigError("streaming text needs a base with a tokenizer")
-        call = _Call(self, [prompt_ids], settings or GenerationSettings(), stream=True, prefix=prefix)
-        for row, kept, accepted in call.run():
-            assert row.text is not None
-            result = call.results.get(row.index)
-            yield Chunk(kept, row.text.take(), accepted, result)
+        yield from _Call(self, [prompt_ids], [settings or GenerationSettings()], stream=True, prefix=prefix).chunks()
+
+    def stream_batch(
+        self,
+        prompts: Sequence[Sequence[int]],
+        settings: GenerationSettings | Sequence[GenerationSettings] | None = None,
+    ) -> Iterator[Chunk]:
+        """Continues several prompts, yielding for each round what each row adds; the last chunk of a row has its
+        result. The chunks' text is empty for a base without a tokenizer."""
+        stream = self.base.tokenizer is not None
+        yield from _Call(self, prompts, per_row(settings, len(prompts)), stream=stream).chunks()
+
+
+def per_row(
+    settings: GenerationSettings | Sequence[GenerationSettings] | None, rows: int
+) -> Sequence[GenerationSettings]:
+    """Settings of each row; where one stands for all, its seed counts up so that rows draw differently."""
+    settings = settings or GenerationSettings()
+    if isinstance(settings, GenerationSettings):
+        seed = settings.seed
+        return [settings if seed is None else replace(settings, seed=seed + row) for row in range(rows)]
+    if len(settings) != rows:
+        raise ConfigError(f"{len(settings)} settings are given for {rows} prompts")
+    return settings
 
 
 class _Call:
@@ -90,15 +111,18 @@ class _Call:
         self,
         decoder: Decoder,
         prompts: Sequence[Sequence[int]],
-        settings: GenerationSettings,
-        stream: bool,
+        settings: Sequence[GenerationSettings],
+        stream: bool = False,
         prefix: Prefix | None = None,
     ):
         self.base = decoder.base
         self.limit = self.base.max_positions
         for prompt in prompts:
             self._check_prompt(prompt)
-        self.rows = [Row(self.base, prompt, settings, i, stream) for i, prompt in enumerate(prompts)]
+        self.rows = [
+            Row(self.base, prompt, own, i, stream)
+            for i, (prompt, own) in enumerate(zip(prompts, settings, strict=True))
+        ]
         self.results: dict[int, GenerationResult] = {}
         self.clock = Clock()
         self.layers = tuple(decoder.drafter.layers) if decoder.drafter else ()
@@ -110,8 +134,8 @@ class _Call:
             self.cache.truncate(reused)
             self.rows[0].stats.reused_tokens = reused
         else:
-            longest = max(len(p) for p in prompts)
-            self.cache = TreeCache(self.base.num_layers, len(prompts), longest + settings.max_new_tokens + 64)
+            longest = max(len(p) + own.max_new_tokens for p, own in zip(prompts, settings, strict=True))
+            self.cache = TreeCache(self.base.num_layers, len(prompts), longest + 64)
         if prefix is not None:
             prefix.cache, prefix.ids = self.cache, None  # not whole again before the call has ended
 
@@ -130,6 +154,12 @@ class _Call:
         yield from self._prefill()
         while self.rows:
             yield from self._round()
+
+    def chunks(self) -> Iterator[Chunk]:
+        """The run as a stream."""
+        for row, kept, accepted in self.run():
+            text = row.text.take() if row.text is not None else ""
+            yield Chunk(kept, text, accepted, self.results.get(row.index), row.index)
 
     def _prefill(self) -> Iterator[tuple[Row, list[int], int]]:
         """Shows the base the prompts, chunk by chunk, and emits each row's first token."""

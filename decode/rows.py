@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -14,6 +15,18 @@ from decode.text import TextStream
 from decode.tree import Tree
 from decode.verify import Verdict, verify_greedy, verify_point_mass, verify_sampled
 from medusa_heads.base import Base
+
+
+class _TextEnded(Exception):
+    """A rule has reached a node whose token ends the text (control flow, not an error)."""
+
+    def __init__(self, node: int):
+        self.node = node
+
+
+def _kept(logits: Tensor) -> Tensor:
+    """Logits (V,) in float32, as a copy: a view would keep those of all nodes of the round in memory."""
+    return logits.to(torch.float32, copy=True)
 
 
 class Row:
@@ -41,12 +54,15 @@ class Row:
         if settings.seed is None:
             self.generator.seed()
         else:
-            self.generator.manual_seed(settings.seed + index)
+            self.generator.manual_seed(settings.seed)
         self._tokenizer = base.tokenizer
         self.text: TextStream | None = None
         if settings.stop or stream:
             self.text = TextStream(base.tokenizer, settings.stop)
         self.logits: list[Tensor] = []
+        self.scores: list[Tensor] = []
+        self._scores_at: dict[int, Tensor] = {}
+        """Processed scores by node of the round, where they are to be kept."""
 
     @property
     def root(self) -> int:
@@ -65,24 +81,36 @@ class Row:
     def verify(
         self, tree: Tree, tokens: Tensor, logits: Tensor, choices: Tensor | None, laws: Tensor | None = None
     ) -> Verdict:
-        """The path to keep. tokens (N,) on the CPU; logits (N, V); choices (N,): their argmax, where it decides."""
+        """The path to keep. tokens (N,) on the CPU; logits (N, V); choices (N,): their argmax, where it decides.
 
-        def prefix(node: int) -> list[int]:
-            return self.ids + [int(tokens[n]) for n in tree.path(node)[1:]]
+        The exact rules ask for the law of a node when the path has reached it. So processors are called once a token,
+        in the order of plain decoding, and never for what lies behind the end of the text: one that keeps state (a
+        grammar's position) sees the calls that it would see without drafts.
+        """
+        self._scores_at.clear()
 
-        if self.settings.sampling.greedy:
-            if choices is not None:
-                return verify_greedy(tree, tokens, choices)
-            return verify_greedy(
-                tree, tokens, lambda node: int(node_scores(logits[node], prefix(node), self.processors).argmax())
-            )
+        def scores(node: int) -> Tensor:
+            drafted = [int(tokens[n]) for n in tree.path(node)[1:]]
+            if drafted and self._ends_text(drafted[-1], len(self.new_ids) + len(drafted)):
+                raise _TextEnded(node)
+            processed = node_scores(logits[node], self.ids + drafted, self.processors)
+            if self.settings.output_scores:
+                self._scores_at[node] = processed
+            return processed
 
         def law(node: int) -> Tensor:
-            return node_law(logits[node], prefix(node), self.processors)
+            return node_law(scores(node), (), ())
 
-        if laws is not None:
-            return verify_sampled(tree, tokens, laws, law, self.generator)
-        return verify_point_mass(tree, tokens, law, self.generator)
+        try:
+            if self.settings.sampling.greedy:
+                if choices is not None:
+                    return verify_greedy(tree, tokens, choices)
+                return verify_greedy(tree, tokens, lambda node: int(scores(node).argmax()))
+            if laws is not None:
+                return verify_sampled(tree, tokens, laws, law, self.generator)
+            return verify_point_mass(tree, tokens, law, self.generator)
+        except _TextEnded as end:
+            return Verdict(tree.path(end.node), int(tokens[end.node]))  # what would follow is not asked for
 
     def accept(self, tree: Tree, tokens: Tensor, verdict: Verdict, logits: Tensor) -> list[int]:
         """Takes in a round's tokens up to where the text ends. Returns the ones kept."""
@@ -92,25 +120,33 @@ class Row:
             self.ids.append(token)
             kept.append(token)
             if self.settings.output_logits:
-                self.logits.append(logits[node].float())
+                self.logits.append(_kept(logits[node]))
+            if self.settings.output_scores:
+                scores = self._scores_at.get(node)
+                self.scores.append(_kept(logits[node]) if scores is None else scores)
             self.finish_reason = self._reason_to_end(token)
             if self.finish_reason is not None:
                 break
         self.stats.new_tokens += len(kept)
         return kept
 
+    def _ends_text(self, token: int, new_tokens: int) -> bool:
+        """Whether a text whose last token is this one, the `new_tokens`-th, ends by an EOS or its length."""
+        return token in self.eos or new_tokens >= self.settings.max_new_tokens
+
     def _reason_to_end(self, token: int) -> str | None:
         stopped = self.text.push(token) if self.text is not None else False
+        criteria, met = self.settings.stopping_criteria, False
+        if criteria is not None:
+            scores: Any = tuple(s[None] for s in self.scores) if self.settings.output_scores else None
+            met = bool(criteria(cast(torch.LongTensor, torch.tensor([self.ids])), scores).all())
         if token in self.eos:
             return "eos"
         if stopped:
             return "stop"
-        criteria = self.settings.stopping_criteria
-        if criteria is not None and bool(criteria(torch.tensor([self.ids]), None).all()):
+        if met:
             return "criteria"
-        if len(self.ids) - self.prompt_length >= self.settings.max_new_tokens:
-            return "length"
-        return None
+        return "length" if self._ends_text(token, len(self.ids) - self.prompt_length) else None
 
     def result(self) -> GenerationResult:
         assert self.finish_reason is not None
@@ -121,4 +157,5 @@ class Row:
         elif self._tokenizer is not None:
             text = str(self._tokenizer.decode(self.new_ids, skip_special_tokens=True))
         logits = torch.stack(self.logits) if self.logits else None
-        return GenerationResult(self.new_ids, text, self.finish_reason, self.stats, logits)
+        scores = torch.stack(self.scores) if self.scores else None
+        return GenerationResult(self.new_ids, text, self.finish_reason, self.stats, logits, scores)

@@ -15,12 +15,13 @@ from medusa_heads.errors import ConfigError
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """One request, or the same for every row of a batch."""
+    """One request. A batch takes one for all its rows, or one for each."""
 
     max_new_tokens: int = 256
     sampling: SamplingParams = field(default_factory=SamplingParams)
     seed: int | None = None
-    """Row r of a batch draws from a generator of its own, seeded with seed + r; None: from the system's entropy."""
+    """Seeds the request's own generator; None: from the system's entropy. Where one request stands for all rows of a
+    batch, row r is seeded with seed + r."""
     eos_token_ids: tuple[int, ...] | None = None
     """Ids that end a text (the id itself is kept); None: the base's own; (): none."""
     stop: tuple[str, ...] = ()
@@ -29,9 +30,11 @@ class GenerationSettings:
     """Processors ready made, as `generate` prepares them; they replace what `sampling` would build, and `sampling`
     then only says whether to sample (temperature above 0)."""
     stopping_criteria: StoppingCriteriaList | None = None
-    """Asked after each token, with the row's ids so far (1, L)."""
+    """Asked once after each token, with the row's ids so far (1, L), and with `output_scores` its scores."""
     output_logits: bool = False
     """Keep the base's float32 logits, before any processor, of each new token."""
+    output_scores: bool = False
+    """Keep the float32 scores, after all processors, of each new token."""
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -53,6 +56,8 @@ class GenerationResult:
     stats: Stats
     logits: torch.Tensor | None = None
     """(new tokens, V) float32, where asked for."""
+    scores: torch.Tensor | None = None
+    """(new tokens, V) float32, where asked for."""
 
 
 @dataclass
@@ -64,3 +69,5 @@ class Chunk:
     accepted: int = 0
     """How many of the tokens were drafted; the rest are the base's own."""
     result: GenerationResult | None = None
+    row: int = 0
+    """Which row of a batch the chunk belongs to."""
