@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import try_to_load_from_cache
+from safetensors import SafetensorError
 
 from medusa_heads.attention import FOLDED, register
 from medusa_heads.base import Base
@@ -77,11 +79,32 @@ def load(
     model, tokenizer = _from_pretrained(name, source, where, options)
     if device_map is None and quantization_config is None:
         model = model.to(target)
-    base = Base(model, tokenizer, name, getattr(model.config, "_commit_hash", None) or revision)
+    from_hub = "gguf_file" not in where and not Path(source).is_dir()
+    base = Base(model, tokenizer, name, _commit(source, revision) if from_hub else revision)
     _choose_attention(base)
     if prepack and quantization_config is None:
         base.prepack()
+    _check_causal(base)
     return base
+
+
+def _commit(name: str, revision: str | None) -> str | None:
+    """The commit that a Hub id was just loaded at, read from the name of its directory in the cache."""
+    config = try_to_load_from_cache(name, "config.json", revision=revision or "main")
+    return Path(config).parent.name if isinstance(config, str) else revision
+
+
+def _check_causal(base: Base) -> None:
+    """Refuses a model in which a token sees the ones behind it: transformers loads encoders as causal LMs too."""
+    ids = torch.tensor([[0, 1, 2], [0, 1, 3]], device=base.device) % base.vocab_size
+    try:
+        states = base.forward(ids).last_hidden_state.float()
+    except TypeError as error:
+        raise UnsupportedModelError(f"the base {base.name!r} cannot be run: {_first_line(error)}") from error
+    if not (states[0, :2] - states[1, :2]).abs().max() < 0.02 * states.abs().max():
+        raise UnsupportedModelError(
+            f"{base.name!r} is not a causal language model: the states of its tokens depend on the tokens behind them"
+        )
 
 
 def _dequantised(gguf_file: str) -> dict[str, Any]:
@@ -97,15 +120,35 @@ def _from_pretrained(name: str, source: str, where: dict[str, Any], options: dic
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
-        model = AutoModelForCausalLM.from_pretrained(source, **where, **options)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            source, output_loading_info=True, ignore_mismatched_sizes=True, **where, **options
+        )
+        _check_complete(name, report)
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=options["trust_remote_code"], **where)
-    except OSError as error:
+    except (OSError, RuntimeError, SafetensorError) as error:
         raise BaseLoadError(f"cannot load the base {name!r}: {_first_line(error)}") from error
     except ValueError as error:
         if "Unrecognized configuration class" in str(error):
             raise UnsupportedModelError(f"{name!r} is not a causal language model of transformers") from error
         raise BaseLoadError(f"cannot load the base {name!r}: {_first_line(error)}") from error
     return model, tokenizer
+
+
+def _check_complete(name: str, report: dict[str, Any]) -> None:
+    """transformers fills what a checkpoint lacks with random numbers and a warning; here that is an error."""
+    missing = sorted(report["missing_keys"])
+    misshapen = sorted(report["mismatched_keys"])
+    if misshapen:
+        key, stored, wanted = misshapen[0]
+        raise BaseLoadError(
+            f"cannot load the base {name!r}: {key} has shape {tuple(stored)} in the checkpoint; its config asks "
+            f"{tuple(wanted)}" + (f" ({len(misshapen)} such tensors)" if len(misshapen) > 1 else "")
+        )
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise BaseLoadError(
+            f"cannot load the base {name!r}: its checkpoint lacks {', '.join(missing[:3])}{more}, which the model needs"
+        )
 
 
 def _first_line(error: Exception) -> str:
@@ -117,9 +160,6 @@ def _choose_attention(base: Base) -> None:
     if getattr(base.config, "attn_logit_softcapping", None) is not None:
         base.model.set_attn_implementation("eager")
         return
-    groups = base.config.num_attention_heads // (
-        getattr(base.config, "num_key_value_heads", None) or base.config.num_attention_heads
-    )
-    if groups > 1 and base.config._attn_implementation == "sdpa" and base.model._supports_attention_backend:
+    if base.query_groups > 1 and base.config._attn_implementation == "sdpa" and base.model._supports_attention_backend:
         register()
         base.model.set_attn_implementation(FOLDED)
