@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 
 from medusa_heads.config import MedusaConfig
 
@@ -58,7 +60,7 @@ def model_card(
     share = f" ({num_parameters / base_parameters:.2%} of the base)" if base_parameters else ""
     data = ModelCardData(
         library_name="medusa-heads",
-        base_model=base if "/" in base else None,
+        base_model=base if _is_repository(base) else None,
         tags=["medusa-heads", "medusa", "speculative-decoding"],
         pipeline_tag="text-generation",
     )
@@ -77,3 +79,12 @@ def model_card(
         repo=repo,
     )
     return str(card)
+
+
+def _is_repository(name: str) -> bool:
+    """Whether a base's name can be linked on the Hub: `owner/name`, not a path on somebody's disk."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return "/" in name

@@ -33,9 +33,13 @@ class MedusaConfig:
     def __post_init__(self) -> None:
         for name in ("hidden_size", "vocab_size", "num_heads", "num_layers"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+            if type(value) is not int or value < 1:
                 raise ConfigError(f"{name} must be a positive integer, not {value!r}")
+        if not isinstance(self.own_projection, bool):
+            raise ConfigError(f"own_projection must be true or false, not {self.own_projection!r}")
         size = self.draft_vocab_size
+        if size is not None and type(size) is not int:
+            raise ConfigError(f"draft_vocab_size must be an integer or null, not {size!r}")
         if size is not None and not 0 < size <= self.vocab_size:
             raise ConfigError(f"draft_vocab_size {size} does not lie within the vocabulary of {self.vocab_size}")
 
@@ -44,7 +48,7 @@ class MedusaConfig:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> MedusaConfig:
-        rest = dict(data)
+        rest = dict(data) if isinstance(data, dict) else {}
         if rest.pop("model_type", None) != "medusa_heads" or rest.pop("head_family", None) != "medusa":
             raise ConfigError("not a config of Medusa heads in this project's layout (model_type, head_family)")
         version = rest.pop("format", None)

@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from huggingface_hub import ModelHubMixin, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+from huggingface_hub.errors import (
+    HFValidationError,
+    HTTPError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -75,8 +81,14 @@ def heads_directory(
         raise HeadsError(
             f"no heads {str(name)!r}: not a directory, and the Hub has no such repository for you"
         ) from None
-    except (HfHubHTTPError, OSError) as error:
-        raise HeadsError(f"cannot fetch the heads {str(name)!r}: {str(error).splitlines()[0]}") from error
+    except RevisionNotFoundError:
+        raise HeadsError(f"the heads {str(name)!r} have no revision {revision!r} on the Hub") from None
+    except (HTTPError, OSError) as error:
+        raise HeadsError(f"cannot fetch the heads {str(name)!r}: {_one_line(error)}") from error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def read_config(directory: Path) -> MedusaConfig:
@@ -86,7 +98,7 @@ def read_config(directory: Path) -> MedusaConfig:
         raise HeadsError(f"{directory} has no {CONFIG}: not a directory of heads")
     try:
         data = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise HeadsError(f"{path} is not JSON: {error}") from None
     try:
         return MedusaConfig.from_dict(data)
@@ -134,10 +146,39 @@ def check_base(config: MedusaConfig, base: Base, check_weights: bool = True) -> 
             )
 
 
+def _check_replaceable(target: Path) -> None:
+    if target.exists() and not target.is_dir():
+        raise HeadsError(f"cannot save heads at {target}: it is there, and not a directory")
+    foreign = sorted({path.name for path in target.iterdir()} - {CONFIG, WEIGHTS, *EXTRAS}) if target.exists() else []
+    if foreign:
+        raise HeadsError(f"cannot save heads at {target}: it holds other files ({', '.join(foreign[:5])})")
+
+
+def _put_in_place(made: Path, target: Path) -> None:
+    """Renames `made` to `target`. A directory that was there is moved aside first, and back if that fails."""
+    if not target.exists():
+        made.rename(target)
+        return
+    aside = Path(tempfile.mkdtemp(prefix=f".{target.name}-old-", dir=target.parent))
+    old = aside / target.name
+    try:
+        target.rename(old)
+        made.rename(target)
+    except OSError:
+        if old.exists():
+            old.rename(target)
+        aside.rmdir()
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
+
+
 class HeadsHubMixin(ModelHubMixin, library_name="medusa-heads", tags=["medusa-heads", "speculative-decoding"]):
     """`from_pretrained`, `save_pretrained` and `push_to_hub` for heads."""
 
     config: MedusaConfig
+
+    def check_loaded(self) -> None:
+        """Raises ValueError where loaded tensors fit the config in shape but not in content."""
 
     @classmethod
     def from_pretrained(  # type: ignore[override]
@@ -177,6 +218,10 @@ class HeadsHubMixin(ModelHubMixin, library_name="medusa-heads", tags=["medusa-he
         heads = cls(config)
         module: Any = heads
         load_exact(module, read_weights(directory / WEIGHTS), str(directory / WEIGHTS))
+        try:
+            heads.check_loaded()
+        except ValueError as error:
+            raise HeadsError(f"{directory / WEIGHTS}: {error}") from None
         if base is not None:
             module.to(device=base.device, dtype=dtype or base.dtype)
         elif dtype is not None:
@@ -195,6 +240,8 @@ class HeadsHubMixin(ModelHubMixin, library_name="medusa-heads", tags=["medusa-he
     ) -> str | None:
         """Writes the heads' directory; it appears whole or not at all.
 
+        A directory that holds anything but heads is never replaced.
+
         Args:
             extras: further files by name, as text: tree.json, metrics.json, training_config.yaml, README.md. Files of
                 a directory that is overwritten and not named here are gone.
@@ -204,6 +251,7 @@ class HeadsHubMixin(ModelHubMixin, library_name="medusa-heads", tags=["medusa-he
         unknown = sorted(set(extras or {}) - set(EXTRAS))
         if unknown:
             raise ValueError(f"unknown files {unknown}; a heads' directory holds {EXTRAS} beside config and weights")
+        _check_replaceable(target)
         target.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
         try:
@@ -212,13 +260,7 @@ class HeadsHubMixin(ModelHubMixin, library_name="medusa-heads", tags=["medusa-he
                 (scratch / name).write_text(text, encoding="utf-8")
             type(self).from_pretrained(scratch)
             scratch.chmod(0o755)
-            if target.exists():
-                old = Path(tempfile.mkdtemp(prefix=f".{target.name}-old-", dir=target.parent))
-                target.rename(old / target.name)
-                scratch.rename(target)
-                shutil.rmtree(old)
-            else:
-                scratch.rename(target)
+            _put_in_place(scratch, target)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
         if push_to_hub:
@@ -236,9 +278,7 @@ class HeadsHubMixin(ModelHubMixin, library_name="medusa-heads", tags=["medusa-he
         (save_directory / CONFIG).write_text(json.dumps(self.config.to_dict(), indent=2) + "\n")
         save_file(tensors, save_directory / WEIGHTS, metadata={"format": "pt"})
 
-    def push_to_hub(
-        self, repo_id: str, *, extras: Mapping[str, str] | None = None, **options: Any
-    ) -> str:
+    def push_to_hub(self, repo_id: str, *, extras: Mapping[str, str] | None = None, **options: Any) -> str:
         """Uploads the heads with their model card. `options` go to `HfApi.create_repo` and `upload_folder`.
 
         Returns the commit's address. Without a README.md among `extras`, the card is written from the config.
@@ -249,7 +289,7 @@ class HeadsHubMixin(ModelHubMixin, library_name="medusa-heads", tags=["medusa-he
             directory = Path(scratch) / "heads"
             files = dict(extras or {})
             module: Any = self
-            files.setdefault("README.md", model_card(self.config, module.num_parameters))
+            files.setdefault("README.md", model_card(self.config, module.num_parameters, repo=repo_id))
             self.save_pretrained(directory, extras=files)
             return self.push_directory(directory, repo_id, **options)
 
@@ -263,14 +303,17 @@ class HeadsHubMixin(ModelHubMixin, library_name="medusa-heads", tags=["medusa-he
         revision: str | None = None,
         commit_message: str = "Upload heads",
     ) -> str:
-        """Uploads a heads' directory as it is. Returns the commit's address."""
+        """Uploads a heads' directory as it is; returns the commit's address, or raises HeadsError."""
         from huggingface_hub import HfApi
 
         api = HfApi(token=token)
-        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-        if revision is not None:
-            api.create_branch(repo_id, branch=revision, exist_ok=True)
-        info = api.upload_folder(
-            repo_id=repo_id, folder_path=directory, commit_message=commit_message, revision=revision
-        )
+        try:
+            repo = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+            if revision is not None:
+                api.create_branch(repo, branch=revision, exist_ok=True)
+            info = api.upload_folder(
+                repo_id=repo, folder_path=directory, commit_message=commit_message, revision=revision
+            )
+        except (HTTPError, OSError, ValueError) as error:
+            raise HeadsError(f"cannot push the heads to {repo_id!r}: {_one_line(error)}") from error
         return str(info.commit_url)

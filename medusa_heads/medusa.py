@@ -19,6 +19,12 @@ if TYPE_CHECKING:
     from medusa_heads.base import Base
 
 
+def check_draft_ids(ids: Tensor, vocab_size: int) -> None:
+    """Raises ValueError unless `ids` are distinct rows of the vocabulary."""
+    if ids.min() < 0 or ids.max() >= vocab_size or len(ids.unique()) < len(ids):
+        raise ValueError(f"draft_ids must be distinct ids within the vocabulary of {vocab_size}")
+
+
 class ResidualBlock(nn.Module):
     """x + SiLU(W x + b). W and b start at zero, so that a new head says what the base says."""
 
@@ -54,6 +60,7 @@ class MedusaHeads(nn.Module, HeadsHubMixin):
             ids = torch.arange(rows) if draft_ids is None else draft_ids.to(torch.int64).clone()
             if ids.shape != (rows,):
                 raise ValueError(f"draft_ids has shape {tuple(ids.shape)}; draft_vocab_size is {rows}")
+            check_draft_ids(ids, config.vocab_size)
             self.register_buffer("draft_ids", ids)
 
     @classmethod
@@ -65,7 +72,11 @@ class MedusaHeads(nn.Module, HeadsHubMixin):
         own_projection: bool = False,
         draft_ids: Tensor | None = None,
     ) -> MedusaHeads:
-        """New heads that say what the base says: zero blocks, and copies of the base's projection if they own one."""
+        """New heads that say what the base says: zero blocks, and copies of the base's projection if they own one.
+
+        A projection of their own is a matrix alone: a bias of the base's, or what it does to its logits afterwards
+        (`Base.rescale`), is not part of it.
+        """
         config = MedusaConfig(
             num_heads=num_heads,
             num_layers=num_layers,
@@ -80,6 +91,10 @@ class MedusaHeads(nn.Module, HeadsHubMixin):
             for projection in heads.lm_heads:
                 projection.weight.data.copy_(rows)
         return heads.to(base.device)
+
+    def check_loaded(self) -> None:
+        if self.draft_ids is not None:
+            check_draft_ids(self.draft_ids, self.config.vocab_size)
 
     @property
     def num_parameters(self) -> int:

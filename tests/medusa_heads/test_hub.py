@@ -1,0 +1,501 @@
+"""Heads on disk and on the Hub: what is saved comes back bit for bit, and nothing damaged or foreign gets in."""
+
+from __future__ import annotations
+
+import json
+import socket
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from medusa_heads import hub as hub_module
+from medusa_heads.base import Base
+from medusa_heads.errors import BaseLoadError, HeadsError
+from medusa_heads.hub import EXTRAS, check_base, heads_directory
+from medusa_heads.medusa import MedusaHeads
+from tests.conftest import tiny_base, tiny_model, tiny_tokenizer
+from tests.medusa_heads.fake_hub import FakeHub, Repo
+
+DRAFT_IDS = torch.tensor([40, 3, 95, 7, 0, 61])
+FILES = {"config.json", "model.safetensors"}
+
+
+def heads_for(base: Base, own: bool = False, draft_ids: Tensor | None = None, seed: int = 0) -> MedusaHeads:
+    torch.manual_seed(seed)
+    heads = MedusaHeads.for_base(base, 2, 1, own, draft_ids)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.normal_()
+    return heads.eval()
+
+
+@pytest.fixture(scope="module")
+def base() -> Base:
+    return tiny_base()
+
+
+@pytest.fixture
+def heads(base: Base) -> MedusaHeads:
+    return heads_for(base)
+
+
+@pytest.fixture
+def saved(heads: MedusaHeads, tmp_path: Path) -> Path:
+    heads.save_pretrained(tmp_path / "heads", extras={"tree.json": "old tree"})
+    return tmp_path / "heads"
+
+
+def same(ours: nn.Module, theirs: nn.Module) -> bool:
+    a, b = ours.state_dict(), theirs.state_dict()
+    return a.keys() == b.keys() and all(a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a)
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def one_line(error: pytest.ExceptionInfo[Any], *parts: object) -> None:
+    text = str(error.value)
+    assert "\n" not in text and len(text) < 500
+    for part in parts:
+        assert str(part) in text, f"{part!r} is not in {text!r}"
+
+
+# On disk
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("draft_ids", [None, DRAFT_IDS])
+def test_what_is_saved_comes_back_bit_for_bit(tmp_path: Path, base: Base, draft_ids: Tensor | None, own: bool) -> None:
+    heads = heads_for(base, own, draft_ids)
+    heads.save_pretrained(tmp_path / "heads", dtype=None)
+    loaded = MedusaHeads.from_pretrained(tmp_path / "heads")
+    assert same(heads, loaded) and loaded.config == heads.config and not loaded.training
+    heads.save_pretrained(tmp_path / "heads")
+    assert same(heads.to(torch.bfloat16), MedusaHeads.from_pretrained(str(tmp_path / "heads")))
+    if draft_ids is not None:
+        assert torch.equal(MedusaHeads.from_pretrained(tmp_path / "heads").draft_ids, draft_ids)
+
+
+def test_heads_take_the_bases_dtype_unless_told(saved: Path, base: Base) -> None:
+    def dtypes(heads: nn.Module) -> set[torch.dtype]:
+        return {p.dtype for p in heads.parameters()}
+
+    assert dtypes(MedusaHeads.from_pretrained(saved)) == {torch.bfloat16}
+    assert dtypes(MedusaHeads.from_pretrained(saved, base=base)) == {torch.float32}
+    assert dtypes(MedusaHeads.from_pretrained(saved, base=base, dtype=torch.bfloat16)) == {torch.bfloat16}
+    assert dtypes(MedusaHeads.from_pretrained(saved, dtype=torch.float32)) == {torch.float32}
+
+
+def test_a_heads_directory_holds_what_is_promised_and_no_more(heads: MedusaHeads, tmp_path: Path) -> None:
+    extras = {name: f"content of {name}\n" for name in EXTRAS}
+    heads.save_pretrained(tmp_path / "deep" / "heads", extras=extras)
+    found = files(tmp_path / "deep" / "heads")
+    assert found.keys() == FILES | set(EXTRAS)
+    assert all(found[name].decode() == text for name, text in extras.items())
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["heads"], "nothing is left beside it"
+    assert stat.S_IMODE((tmp_path / "deep" / "heads").stat().st_mode) == 0o755
+    with pytest.raises(ValueError, match=r"unknown files \['notes.txt'\]"):
+        heads.save_pretrained(tmp_path / "other", extras={"notes.txt": ""})
+    assert not (tmp_path / "other").exists()
+
+
+def test_saving_again_replaces_the_directory(saved: Path, base: Base) -> None:
+    other = heads_for(base, seed=1)
+    other.save_pretrained(saved)
+    assert files(saved).keys() == FILES
+    assert same(other.to(torch.bfloat16), MedusaHeads.from_pretrained(saved))
+    assert [path.name for path in saved.parent.iterdir()] == ["heads"]
+
+
+def fail(*_: object, **__: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("step", ["weights", "check", "rename"])
+def test_a_failure_on_the_way_leaves_the_old_directory_whole(
+    saved: Path, base: Base, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    before = files(saved)
+    if step == "weights":
+        monkeypatch.setattr(hub_module, "save_file", fail)
+    elif step == "check":
+        monkeypatch.setattr(hub_module, "load_file", fail)
+    else:
+        rename = Path.rename
+
+        def rename_but_not_into_place(self: Path, target: Path) -> Path:
+            if Path(target) == saved and self.parent == saved.parent:
+                fail()
+            return rename(self, target)
+
+        monkeypatch.setattr(Path, "rename", rename_but_not_into_place)
+    with pytest.raises((OSError, HeadsError), match="No space left"):
+        heads_for(base, seed=1).save_pretrained(saved)
+    assert files(saved) == before
+    assert [path.name for path in saved.parent.iterdir()] == ["heads"], "and nothing half-made beside it"
+
+
+def test_a_directory_of_other_things_is_never_replaced(heads: MedusaHeads, tmp_path: Path) -> None:
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "thesis.tex").write_text("years")
+    with pytest.raises(HeadsError) as error:
+        heads.save_pretrained(tmp_path / "work")
+    one_line(error, tmp_path / "work", "thesis.tex")
+    assert files(tmp_path / "work") == {"thesis.tex": b"years"}
+    (tmp_path / "file").write_text("text")
+    with pytest.raises(HeadsError, match="not a directory"):
+        heads.save_pretrained(tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "text"
+    (tmp_path / "empty").mkdir()
+    heads.save_pretrained(tmp_path / "empty")
+    assert files(tmp_path / "empty").keys() == FILES
+
+
+def test_sharded_parameters_of_size_zero_are_not_saved(heads: MedusaHeads, tmp_path: Path) -> None:
+    heads.heads[1][0].linear.weight = nn.Parameter(torch.empty(0))
+    with pytest.raises(HeadsError, match=r"heads\.1\.0\.linear\.weight is empty"):
+        heads.save_pretrained(tmp_path / "heads")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_shapes_are_checked_against_the_config_before_anything_is_in_place(heads: MedusaHeads, tmp_path: Path) -> None:
+    heads.heads[1][0].linear.weight = nn.Parameter(torch.zeros(32, 16))
+    with pytest.raises(HeadsError, match=r"shape \(32, 16\); config asks \(32, 32\)"):
+        heads.save_pretrained(tmp_path / "heads")
+    assert list(tmp_path.iterdir()) == []
+
+
+NAME = "heads.1.0.linear.bias"
+
+
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        (lambda t: t.pop(NAME), (f"missing tensors ['{NAME}']", "unexpected tensors none")),
+        (lambda t: t.update(extra=torch.zeros(2)), ("missing tensors none", "unexpected tensors ['extra']")),
+        (
+            lambda t: t.update({"heads.2.0.linear.bias": t.pop(NAME)}),
+            (f"missing tensors ['{NAME}']", "unexpected tensors ['heads.2.0.linear.bias']"),
+        ),
+        (lambda t: t.update({NAME: torch.zeros(31)}), (NAME, "(31,)", "(32,)")),
+        (lambda t: t.update({NAME: torch.zeros(32, dtype=torch.int32)}), (NAME, "torch.int32", "torch.float32")),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(
+    saved: Path, change: Callable[[dict[str, Tensor]], None], parts: tuple[str, ...]
+) -> None:
+    tensors = load_file(saved / "model.safetensors")
+    change(tensors)
+    save_file(tensors, saved / "model.safetensors")
+    with pytest.raises(HeadsError) as error:
+        MedusaHeads.from_pretrained(saved)
+    one_line(error, saved / "model.safetensors", *parts)
+
+
+@pytest.mark.parametrize("ids", [[40, 3, 96], [-1, 3, 4], [3, 3, 4]])
+def test_draft_ids_outside_the_vocabulary_or_repeated_are_refused(tmp_path: Path, base: Base, ids: list[int]) -> None:
+    heads_for(base, draft_ids=DRAFT_IDS[:3]).save_pretrained(tmp_path / "heads")
+    tensors = load_file(tmp_path / "heads" / "model.safetensors")
+    save_file(tensors | {"draft_ids": torch.tensor(ids)}, tmp_path / "heads" / "model.safetensors")
+    with pytest.raises(HeadsError) as error:
+        MedusaHeads.from_pretrained(tmp_path / "heads")
+    one_line(error, tmp_path / "heads", "draft_ids", 96)
+
+
+@pytest.mark.parametrize("kind", ["truncated", "garbage", "empty", "pickle", "absent"])
+def test_damaged_weights(saved: Path, kind: str) -> None:
+    weights = saved / "model.safetensors"
+    content = weights.read_bytes()
+    if kind == "absent":
+        weights.unlink()
+    elif kind == "pickle":
+        torch.save({NAME: torch.zeros(32)}, weights)
+    else:
+        weights.write_bytes({"truncated": content[:-9], "garbage": b"\xff" * 99, "empty": b""}[kind])
+    with pytest.raises(HeadsError) as error:
+        MedusaHeads.from_pretrained(saved)
+    one_line(error, saved, "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{", "is not JSON"),
+        (b"\xff\xfe\x00", "is not JSON"),
+        (b"[]", "not a config of Medusa heads"),
+        (b'["abc"]', "not a config of Medusa heads"),
+        (b"3", "not a config of Medusa heads"),
+        (b'{"model_type": "llama"}', "not a config of Medusa heads"),
+        (None, "has no config.json: not a directory of heads"),
+    ],
+)
+def test_damaged_configs(saved: Path, content: bytes | None, message: str) -> None:
+    if content is None:
+        (saved / "config.json").unlink()
+    else:
+        (saved / "config.json").write_bytes(content)
+    with pytest.raises(HeadsError) as error:
+        MedusaHeads.from_pretrained(saved)
+    one_line(error, saved, message)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"medusa_num_heads": 4}, "unknown keys in the heads' config: medusa_num_heads"),
+        ({"format": 2}, "heads of format 2; this version reads format 1"),
+        ({"num_heads": 3}, "missing tensors ['heads.2.0.linear.bias', 'heads.2.0.linear.weight']"),
+        ({"hidden_size": "x"}, "hidden_size must be a positive integer"),
+    ],
+)
+def test_configs_that_are_not_understood(saved: Path, change: dict[str, Any], message: str) -> None:
+    config = json.loads((saved / "config.json").read_text())
+    (saved / "config.json").write_text(json.dumps(config | change))
+    with pytest.raises(HeadsError) as error:
+        MedusaHeads.from_pretrained(saved)
+    one_line(error, saved, message)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("hidden_size", 64),
+        ("vocab_size", 50000),
+        ("tokenizer_hash", "othertokenizer"),
+        ("weights_hash", "otherweights"),
+    ],
+)
+def test_another_base_is_named_together_with_the_right_one(saved: Path, base: Base, name: str, value: object) -> None:
+    config = json.loads((saved / "config.json").read_text())
+    ours = base.fingerprint()[name]
+    changed = config | {name: value, "base_model_name_or_path": "org/other-base"}
+    (saved / "config.json").write_text(json.dumps(changed))
+    with pytest.raises(HeadsError) as error:
+        MedusaHeads.from_pretrained(saved, base=base)
+    one_line(error, "another base", name, repr(value), "'org/other-base'", repr(ours), repr(base.name))
+
+
+def test_a_fine_tune_of_the_base_may_be_accepted_explicitly(saved: Path, base: Base) -> None:
+    heads = MedusaHeads.from_pretrained(saved, base=base)
+    tuned = tiny_base()
+    tuned.weights_hash = "tuned"
+    with pytest.raises(HeadsError, match="weights_hash"):
+        MedusaHeads.from_pretrained(saved, base=tuned)
+    assert same(MedusaHeads.from_pretrained(saved, base=tuned, check_weights=False), heads)
+    check_base(heads.config, base)
+
+
+def test_what_one_side_does_not_know_is_not_compared(heads: MedusaHeads) -> None:
+    check_base(heads.config, Base.from_model(tiny_model(), None))
+
+
+def test_embedded_heads_are_found_by_name_but_a_path_wins(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(hub_module, "ASSETS", saved.parent)
+    monkeypatch.chdir(tmp_path.parent)
+    assert heads_directory("heads") == saved
+    (tmp_path / "elsewhere" / "heads").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert heads_directory("heads") == Path("heads")
+
+
+@pytest.mark.parametrize("name", ["./no/such/directory", "a/b/c", "/nowhere/at/all", "no such name"])
+def test_a_name_that_can_be_nothing(name: str) -> None:
+    with pytest.raises(HeadsError) as error:
+        MedusaHeads.from_pretrained(name)
+    one_line(error, name, "not a directory")
+
+
+# On the Hub
+
+
+@pytest.fixture
+def online(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeHub]:
+    """A Hub of the test's own; huggingface_hub knows no other, and has an empty cache and no token."""
+    constants = huggingface_hub.constants
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    with FakeHub() as fake:
+        monkeypatch.setattr(constants, "ENDPOINT", fake.url)
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", fake.url + "/{repo_id}/resolve/{revision}/{filename}"
+        )
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+        monkeypatch.setattr(constants, "HF_STORED_TOKENS_PATH", str(tmp_path / "no-tokens"))
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_PROGRESS_BARS", True)
+        huggingface_hub.utils.close_session()
+        yield fake
+    huggingface_hub.utils.close_session()
+
+
+@pytest.fixture
+def repo(online: FakeHub, saved: Path) -> Repo:
+    """`org/heads` on the Hub: the saved heads, and files that are none of ours."""
+    online.repos["org/heads"] = repo = Repo()
+    repo.commit(files(saved) | {"training.log": b"long", "optimizer.bin": b"x" * 100})
+    return repo
+
+
+def test_heads_are_loaded_by_their_id(repo: Repo, online: FakeHub, heads: MedusaHeads, base: Base) -> None:
+    loaded = MedusaHeads.from_pretrained("org/heads", base=base)
+    assert same(loaded, heads.to(torch.bfloat16).float())
+    fetched = {path.rsplit("/", 1)[1] for path in online.paths("GET") if "/resolve/" in path}
+    assert fetched == FILES | {"tree.json"}, "and nothing else of the repository"
+
+
+def test_a_revision_is_a_branch_a_tag_or_a_commit(repo: Repo, base: Base, tmp_path: Path) -> None:
+    other = heads_for(base, seed=1)
+    other.save_pretrained(tmp_path / "other")
+    repo.refs["v1"] = repo.refs["main"]
+    oid = repo.commit(files(tmp_path / "other"), ref="next")
+    rounded = other.to(torch.bfloat16)
+    for revision in ("next", oid):
+        assert same(MedusaHeads.from_pretrained("org/heads", revision=revision), rounded)
+    for revision in ("v1", None):
+        assert not same(MedusaHeads.from_pretrained("org/heads", revision=revision), rounded)
+
+
+def test_the_token_goes_to_the_hub(repo: Repo, online: FakeHub) -> None:
+    repo.token = "hf_secret"
+    with pytest.raises(HeadsError) as error:
+        MedusaHeads.from_pretrained("org/heads")
+    one_line(error, "'org/heads'", "no such repository for you")
+    MedusaHeads.from_pretrained("org/heads", token="hf_secret")
+    assert {seen.token for seen in online.seen if "/resolve/" in seen.path} == {"hf_secret"}
+
+
+def test_what_is_cached_is_not_fetched_again_and_serves_offline(
+    repo: Repo, online: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    first = MedusaHeads.from_pretrained("org/heads", cache_dir=tmp_path / "mine")
+    assert (tmp_path / "mine" / "models--org--heads").is_dir() and not (tmp_path / "cache").exists()
+    online.seen.clear()
+    again = MedusaHeads.from_pretrained("org/heads", cache_dir=tmp_path / "mine")
+    assert not any("/resolve/" in path for path in online.paths("GET"))
+    MedusaHeads.from_pretrained("org/heads", cache_dir=tmp_path / "mine", force_download=True)
+    assert any(path.endswith("model.safetensors") for path in online.paths("GET"))
+    online.seen.clear()
+    local = MedusaHeads.from_pretrained("org/heads", cache_dir=tmp_path / "mine", local_files_only=True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    offline = MedusaHeads.from_pretrained("org/heads", cache_dir=tmp_path / "mine")
+    assert online.seen == []
+    assert all(same(first, heads) for heads in (again, local, offline))
+
+
+@pytest.mark.parametrize("how", ["local_files_only", "offline", "unreachable", "broken"])
+def test_out_of_reach_and_not_in_the_cache(
+    repo: Repo, online: FakeHub, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    if how == "offline":
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    elif how == "unreachable":
+        with socket.socket() as unused:
+            unused.bind(("127.0.0.1", 0))
+            monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{unused.getsockname()[1]}")
+    online.broken = how == "broken"
+    with pytest.raises(HeadsError) as error:
+        MedusaHeads.from_pretrained("org/heads", local_files_only=how == "local_files_only")
+    one_line(error, "'org/heads'", "not in the cache")
+
+
+def test_an_unknown_repository(online: FakeHub) -> None:
+    with pytest.raises(HeadsError) as error:
+        MedusaHeads.from_pretrained("org/nothing", token="hf_any")
+    one_line(error, "'org/nothing'", "no such repository")
+
+
+def test_an_unknown_revision_is_named(repo: Repo) -> None:
+    with pytest.raises(HeadsError) as error:
+        MedusaHeads.from_pretrained("org/heads", revision="v99")
+    one_line(error, "'org/heads'", "revision 'v99'")
+
+
+def test_a_repository_without_heads(online: FakeHub) -> None:
+    online.repos["org/other"] = repo = Repo()
+    repo.commit({"README.md": b"hello"})
+    with pytest.raises(HeadsError, match=r"has no config\.json: not a directory of heads"):
+        MedusaHeads.from_pretrained("org/other")
+
+
+def test_heads_travel_through_the_hub(online: FakeHub, heads: MedusaHeads, base: Base) -> None:
+    url = heads.push_to_hub(
+        "org/new", extras={"tree.json": "{}"}, token="hf_writer", private=True, commit_message="First heads"
+    )
+    repo = online.repos["org/new"]
+    assert url == f"{online.url}/org/new/commit/{repo.refs['main']}"
+    assert repo.messages[-1] == "First heads" and repo.visibility == "private"
+    assert {seen.token for seen in online.seen if seen.method == "POST" and "validate" not in seen.path} == {
+        "hf_writer"
+    }
+    stored = repo.commits[repo.refs["main"]]
+    assert stored.keys() == {*FILES, "tree.json", "README.md", ".gitattributes"}
+    card = ModelCard(stored["README.md"].decode())
+    assert card.data.library_name == "medusa-heads" and "--heads org/new" in card.text
+    loaded = MedusaHeads.from_pretrained("org/new", base=base)
+    assert same(loaded, heads.to(torch.bfloat16).float()) and loaded.config == heads.config
+
+
+def test_large_files_go_by_lfs(online: FakeHub, heads: MedusaHeads, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
+    online.upload_mode = "lfs"
+    heads.push_to_hub("org/new", token="hf_writer")
+    assert len(online.blobs) == 1 and len(online.paths("PUT")) == 1
+    assert same(MedusaHeads.from_pretrained("org/new"), heads.to(torch.bfloat16))
+
+
+def test_a_push_goes_to_its_branch_and_can_be_repeated(repo: Repo, base: Base, heads: MedusaHeads) -> None:
+    other = heads_for(base, seed=1)
+    for _ in range(2):
+        other.push_to_hub("org/heads", token="hf_writer", revision="next")
+    assert same(MedusaHeads.from_pretrained("org/heads", revision="next"), other.to(torch.bfloat16))
+    assert same(MedusaHeads.from_pretrained("org/heads"), heads.to(torch.bfloat16))
+
+
+def test_saving_and_pushing_in_one_call(online: FakeHub, heads: MedusaHeads, tmp_path: Path) -> None:
+    url = heads.save_pretrained(
+        tmp_path / "mine", extras={"README.md": "# Mine"}, repo_id="org/mine", push_to_hub=True, token="hf_writer"
+    )
+    assert url is not None and files(tmp_path / "mine").keys() == {*FILES, "README.md"}
+    assert online.repos["org/mine"].commits[online.repos["org/mine"].refs["main"]]["README.md"] == b"# Mine"
+
+
+@pytest.mark.parametrize("how", ["refused", "offline", "invalid"])
+def test_a_push_that_fails_is_one_line(
+    online: FakeHub, heads: MedusaHeads, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    online.writers = {"hf_writer"}
+    if how == "offline":
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    name = "not an id" if how == "invalid" else "org/new"
+    with pytest.raises(HeadsError) as error:
+        heads.push_to_hub(name, token="hf_reader")
+    one_line(error, f"cannot push the heads to {name!r}")
+
+
+def test_a_base_is_loaded_by_its_id_and_remembers_the_commit(online: FakeHub, tmp_path: Path) -> None:
+    model, tokenizer = tiny_model(), tiny_tokenizer()
+    model.save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    online.repos["org/base"] = repo = Repo()
+    first = repo.commit(files(tmp_path / "base"))
+    repo.commit({"README.md": b"later"})
+    base = Base.load("org/base", revision=first, device="cpu", dtype="float32")
+    assert base.name == "org/base" and base.revision == first
+    assert MedusaHeads.for_base(base).config.base_revision == first
+    assert Base.load("org/base", device="cpu").revision == repo.refs["main"]
+    for name, revision in (("org/nothing", None), ("org/base", "v99")):
+        with pytest.raises(BaseLoadError) as error:
+            Base.load(name, revision=revision, device="cpu", token="hf_any")
+        one_line(error, f"'{name}'")
