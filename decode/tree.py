@@ -121,6 +121,9 @@ class Tree:
     def from_dict(cls, data: dict[str, Any]) -> Tree:
         if set(data) != {"parents", "ranks"}:
             raise ConfigError(f"a tree has the keys parents and ranks, not {sorted(data)}")
+        for key, numbers in data.items():
+            if not isinstance(numbers, list) or any(type(n) is not int for n in numbers):
+                raise ConfigError(f"{key} of a tree must be a list of integers, not {numbers!r}")
         return cls(tuple(data["parents"]), tuple(data["ranks"]))
 
 

@@ -110,7 +110,7 @@ def read_tree(directory: Path) -> Tree:
         raise HeadsError(f"{directory} has no tree.json: give a tree, or let training's evaluation choose one")
     try:
         return Tree.from_dict(json.loads(path.read_text())["tree"])
-    except (json.JSONDecodeError, KeyError, TypeError, ConfigError) as error:
+    except (ValueError, KeyError, TypeError, ConfigError) as error:
         raise HeadsError(f"{path} holds no tree: {error}") from None
 
 
