@@ -15,7 +15,7 @@ from rich.console import Console
 from medusa_heads.errors import ConfigError, UserError
 from train.answerers import Answerer, ServerAnswerer, load_tokenizer
 from train.distill import DistillSettings, Tally, check_settings, compare_settings, distill, progress_bar
-from train.prompts import Prompt, read_dataset, read_jsonl
+from train.prompts import Prompt, PromptError, read_dataset, read_jsonl
 from train.selfprompts import write_prompts
 from train.shards import sole_writer
 
@@ -125,6 +125,8 @@ async def run(options: Options, settings: DistillSettings) -> Tally:
         prompts = list(read_jsonl(options.prompts))
     elif options.dataset is not None:
         prompts = list(read_dataset(options.dataset, options.split or "train"))
+    if not prompts and options.self_prompts is None:
+        raise PromptError(f"there is no prompt in {options.prompts or options.dataset}")
     answerer = await open_answerer(options, settings)
     try:
         with sole_writer(options.out):

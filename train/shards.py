@@ -63,6 +63,7 @@ class LineWriter:
     """Appends rows to one file of JSON lines. Removes a torn last line first."""
 
     def __init__(self, path: Path):
+        self.path = path
         self._file = path.open("ab", buffering=0)
         data = path.read_bytes()
         self._size = data.rfind(b"\n") + 1
@@ -76,9 +77,9 @@ class LineWriter:
         try:
             while written < len(data):
                 written += self._file.write(data[written:]) or 0
-        except OSError:
+        except OSError as error:
             self._file.truncate(self._size)
-            raise
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
         self._size += len(data)
         self.rows += 1
 

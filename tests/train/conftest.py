@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from tests.train.loopback import LoopbackServer
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -29,3 +31,10 @@ def byte_tokenizer() -> Callable[..., PreTrainedTokenizerFast]:
         return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token=eos, chat_template=template)
 
     return build
+
+
+@pytest.fixture
+def server() -> Iterator[LoopbackServer]:
+    server = LoopbackServer()
+    yield server
+    server.stop()

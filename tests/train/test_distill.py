@@ -10,73 +10,18 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from medusa_heads.errors import ConfigError
-from train.answerers import Answer, AnswererError, Request, RowError
-from train.distill import DistillSettings, Tally, distill, order_prompts, row_temperature
+from tests.train.scripted import SETTINGS, ScriptedAnswerer, run, some_prompts
+from train.answerers import Answer, AnswererError, RowError
+from train.distill import DistillSettings, order_prompts, row_temperature
 from train.pool import FAILURES_IN_A_ROW, run_workers
 from train.prompts import Prompt
 from train.shards import read_rows, shard_paths
-
-
-class SpellingTokenizer:
-    """Renders a conversation as the characters of its contents."""
-
-    def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> dict[str, list[int]]:
-        assert options == {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
-        return {"input_ids": [ord(c) for c in "|".join(f"{m['role'][0]}:{m['content']}" for m in messages)]}
-
-
-class ScriptedAnswerer:
-    """Answers with `reply(text of the conversation)`: an answer, or an exception to raise."""
-
-    def __init__(self, reply: Callable[[str], Answer | Exception] | None = None):
-        self.tokenizer = SpellingTokenizer()
-        self.reply = reply or (lambda text: Answer(text.upper(), 3, True))
-        self.requests: list[Request] = []
-        self.running = 0
-        self.most = 0
-
-    @property
-    def asked(self) -> list[str]:
-        return ["".join(map(chr, request.prompt_ids)) for request in self.requests]
-
-    async def complete(self, request: Request) -> Answer:
-        self.requests.append(request)
-        self.running += 1
-        self.most = max(self.most, self.running)
-        try:
-            await asyncio.sleep(0.001)
-        finally:
-            self.running -= 1
-        answer = self.reply("".join(map(chr, request.prompt_ids)))
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    async def close(self) -> None: ...
-
-
-SETTINGS = DistillSettings("base", (0.0, 0.0, 0.7), max_new_tokens=9, seed=1)
-
-
-def some_prompts(count: int) -> list[Prompt]:
-    return [Prompt(f"p{i}", (f"question {i}",), source="test") for i in range(count)]
-
-
-def run(
-    prompts: Sequence[Prompt],
-    answerer: ScriptedAnswerer,
-    directory: Path,
-    settings: DistillSettings = SETTINGS,
-    **options: Any,
-) -> Tally:
-    return asyncio.run(distill(prompts, answerer, settings, directory, **{"concurrency": 4, **options}))
 
 
 def stored(directory: Path) -> dict[str, dict[str, Any]]:
@@ -286,17 +231,17 @@ def test_a_full_disk_ends_the_run_and_leaves_whole_rows(tmp_path: Path, monkeypa
 
 KILLED = """
 import sys
-sys.path.insert(0, sys.argv[1])
 from pathlib import Path
-from test_distill import ScriptedAnswerer, run, some_prompts
-run(some_prompts(2000), ScriptedAnswerer(), Path(sys.argv[2]), rows_per_shard=50)
+from tests.train.scripted import ScriptedAnswerer, run, some_prompts
+run(some_prompts(2000), ScriptedAnswerer(), Path(sys.argv[1]), rows_per_shard=50)
 """
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_a_killed_run_goes_on_without_repeating_or_skipping(tmp_path: Path, how: signal.Signals) -> None:
-    script = [sys.executable, "-c", KILLED, str(Path(__file__).parent), str(tmp_path)]
-    process = subprocess.Popen(script, stderr=subprocess.PIPE, text=True)
+    script = [sys.executable, "-c", KILLED, str(tmp_path)]
+    root = Path(__file__).parents[2]
+    process = subprocess.Popen(script, stderr=subprocess.PIPE, text=True, cwd=root)
     try:
         deadline = time.monotonic() + 60
         while len(shard_paths(tmp_path)) < 4 and process.poll() is None and time.monotonic() < deadline:

@@ -58,7 +58,8 @@ with ShardWriter(Path(sys.argv[1])) as writer:
     try:
         for number in range(100):
             writer.append({"id": str(number), "text": "x" * 90})
-    except OSError:
+    except OSError as error:
+        assert error.filename == str(Path(sys.argv[1]) / "shard-00000.jsonl")
         resource.setrlimit(resource.RLIMIT_FSIZE, (1050, resource.RLIM_INFINITY))
         writer.append({"id": "short"})
         sys.exit(7)
