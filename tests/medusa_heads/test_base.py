@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, CohereConfig, DynamicCache, GraniteConfig, LlamaModel, OPTConfig
 
+from medusa_heads.attention import FOLDED, register
 from medusa_heads.base import Base
 from medusa_heads.config import MedusaConfig
 from medusa_heads.errors import ConfigError, UnsupportedModelError
@@ -125,9 +126,10 @@ def tree_states(base: Base, tokens: Tensor) -> Tensor:
     ).last_hidden_state
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager", FOLDED])
 @pytest.mark.parametrize("family", [*FAMILIES, *SCALED])
 def test_a_tree_in_one_pass_equals_its_paths_one_by_one(family: str, attention: str) -> None:
+    register()
     model = scaled_model(family) if family in SCALED else tiny_model(family)
     model.set_attn_implementation("eager" if family == "gemma2" else attention)
     base = Base.from_model(model)
