@@ -44,6 +44,12 @@ class Prefix:
         return length
 
 
+def likeliest(logits: Tensor) -> Tensor:
+    """The greatest entry's index, the first of equal ones: (..., V) → (...). `argmax` gives the same, but takes four
+    times as long in bfloat16 on a CPU."""
+    return logits.max(-1).indices
+
+
 class Decoder:
     """Generates with a base, and with a drafter if there is one. Holds no state of a call."""
 
@@ -212,7 +218,7 @@ class _Call:
             logits = self.base.project(output.last_hidden_state)
         with self.clock.stage("verify"):
             at_once = any(row.greedy_at_once for row in self.rows)
-            choices = logits.argmax(-1).to("cpu") if at_once else None
+            choices = likeliest(logits).to("cpu") if at_once else None
             settled = []
             for i, row in enumerate(self.rows):
                 laws = draft.laws[i] if draft.laws is not None else None

@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from medusa_heads.attention import FOLDED, fold_mask
 from medusa_heads.errors import ConfigError, UnsupportedModelError
-from medusa_heads.prepack import can_prepack, pack_linears
+from medusa_heads.norms import fuse_norms
+from medusa_heads.prepack import can_prepack, pack_linears, pack_siblings
 
 Message = Mapping[str, str]
 
@@ -79,11 +81,15 @@ class Base:
         return base
 
     def prepack(self) -> int:
-        """Packs the linear layers for the CPU, in place. Returns how many; 0 where nothing can be packed."""
+        """Packs the linear layers for the CPU, in place, and has norms computed in one call. Returns how many linear
+        layers; 0 where nothing can be packed."""
         _ = self.weights_hash, self.projection_weight
         if not can_prepack(self.device, self.dtype):
             return 0
-        count = pack_linears(self.model, keep=self._projection)
+        probe = torch.zeros((1, 2), dtype=torch.long, device=self.device)
+        count = pack_siblings(self._decoder, lambda: self.forward(probe))
+        count += pack_linears(self.model, keep=self._projection)
+        fuse_norms(self._decoder)
         self._projection = self.model.get_output_embeddings()
         return count
 
@@ -123,6 +129,12 @@ class Base:
         """(V,) or None."""
         bias = getattr(self._projection, "bias", None)
         return None if bias is None else bias.detach()
+
+    @property
+    def query_groups(self) -> int:
+        """Query heads that share a key head."""
+        heads = int(self.config.num_attention_heads)
+        return heads // int(getattr(self.config, "num_key_value_heads", None) or heads)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """Token embeddings: (...) → (..., h)."""
@@ -201,6 +213,8 @@ class Base:
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def _as_attention_mask(self, visible: Tensor) -> Tensor:
+        if self.config._attn_implementation == FOLDED:
+            return fold_mask(visible, self.query_groups, self.dtype)
         if self.config._attn_implementation != "eager":
             return visible
         hidden = torch.zeros(visible.shape, dtype=self.dtype, device=visible.device)

@@ -3,9 +3,15 @@
 `torch.nn.functional.linear` hands oneDNN a row-major weight, which is reordered into the kernel's blocked layout at
 every call; for the few rows of a decoding step that costs more than the product itself. Here the reordering is done
 once. The product is the same function of the same numbers.
+
+Layers that are given the same input (query, key and value; gate and up) become one product, whose parts they hand out.
+Which ones those are is seen in a pass of the model, not read off names.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,12 +30,62 @@ class PackedLinear(nn.Module):
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), None)
         self.bias = None if bias is None else bias.detach()
         self.weight = keep
+        self._product = torch.ops.mkldnn._linear_pointwise.default  # the overload: not looked up at every call
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        return self._product(x, self.packed, self.bias, "none", [], "")
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+class Siblings:
+    """Linear layers that a model gives one and the same tensor, computed as one product when the first is called.
+
+    Holds that tensor and the parts not yet asked for, until the last one is. A call with another tensor computes anew,
+    so that any order of calls, and calls from several threads, give the right parts.
+    """
+
+    def __init__(self, linears: Sequence[nn.Linear]):
+        self.sizes = [linear.out_features for linear in linears]
+        bias = None
+        if any(linear.bias is not None for linear in linears):
+            bias = torch.cat(
+                [
+                    linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias
+                    for linear in linears
+                ]
+            )
+        self.joint = PackedLinear(torch.cat([linear.weight for linear in linears]), bias)
+        self._held: tuple[Tensor, list[Tensor | None]] | None = None
+
+    def part(self, x: Tensor, index: int) -> Tensor:
+        """Output of layer `index`: (..., in) → (..., its out)."""
+        held = self._held
+        own = held[1][index] if held is not None and held[0] is x else None
+        if held is None or own is None:
+            held = (x, list(self.joint.forward(x).split(self.sizes, dim=-1)))
+            own = held[1][index]
+            assert own is not None
+        held[1][index] = None
+        self._held = None if all(part is None for part in held[1]) else held
+        return own
+
+
+class PackedSibling(nn.Module):
+    """One of several packed layers that share their input."""
+
+    def __init__(self, siblings: Siblings, index: int, in_features: int):
+        super().__init__()
+        self.siblings = siblings
+        self.index = index
+        self.in_features, self.out_features = in_features, siblings.sizes[index]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.siblings.part(x, self.index)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, of {len(self.siblings.sizes)}"
 
 
 def can_prepack(device: torch.device, dtype: torch.dtype) -> bool:
@@ -62,3 +118,53 @@ def pack_linears(model: nn.Module, keep: nn.Module | None) -> int:
             setattr(parent, name, packed)
             replaced += 1
     return replaced
+
+
+def pack_siblings(model: nn.Module, run: Callable[[], object]) -> int:
+    """Packs the linear layers that share their input with others of the same module, in place. Returns how many.
+
+    `run` is a pass of the model over any input.
+    """
+    replaced = 0
+    for parent, names in _sharing_input(model, run):
+        linears: list[nn.Linear] = [getattr(parent, name) for name in names]
+        weights = [linear.weight for linear in linears]
+        if len({(weight.device, weight.dtype) for weight in weights}) > 1:
+            continue
+        if not can_prepack(weights[0].device, weights[0].dtype):
+            continue
+        siblings = Siblings(linears)
+        for index, (name, linear) in enumerate(zip(names, linears, strict=True)):
+            setattr(parent, name, PackedSibling(siblings, index, linear.in_features))
+        replaced += len(names)
+    return replaced
+
+
+def _sharing_input(model: nn.Module, run: Callable[[], object]) -> list[tuple[nn.Module, list[str]]]:
+    """(module, names of its linear layers that were given the same tensor, unchanged between the calls).
+
+    Layers that are called more than once in a pass, or belong to several modules, are left out.
+    """
+    places: dict[nn.Linear, list[tuple[nn.Module, str]]] = {}
+    for parent in model.modules():
+        for name, child in parent.named_children():
+            if type(child) is nn.Linear:
+                places.setdefault(child, []).append((parent, name))
+    calls: dict[nn.Linear, list[tuple[Tensor, int]]] = {linear: [] for linear in places}
+
+    def note(linear: Any, arguments: tuple[Any, ...]) -> None:
+        x = arguments[0]
+        calls[linear].append((x, 0 if x.is_inference() else x._version))
+
+    handles = [linear.register_forward_pre_hook(note) for linear in places]
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    groups: dict[tuple[int, int, int], tuple[nn.Module, list[str]]] = {}
+    for linear, seen in calls.items():
+        if len(seen) == 1 and len(places[linear]) == 1:
+            (x, version), (parent, name) = seen[0], places[linear][0]
+            groups.setdefault((id(parent), id(x), version), (parent, []))[1].append(name)
+    return [(parent, names) for parent, names in groups.values() if len(names) > 1]

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from medusa_heads import attention
-from medusa_heads.attention import FOLDED, folded_attention, register
+from medusa_heads.attention import FOLDED, fold_mask, folded_attention, register
 from medusa_heads.base import Base
 from tests.conftest import tiny_model
 
@@ -103,3 +103,23 @@ def test_a_model_says_the_same_through_it(family: str) -> None:
     ours = folded.forward(ids, attention_mask=padding).last_hidden_state[:, 2:]
     theirs = plain.forward(ids, attention_mask=padding).last_hidden_state[:, 2:]
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("length", [1, 3, 7])
+def test_a_mask_folded_once_a_pass_does_the_same_in_every_layer(groups: int, length: int) -> None:
+    """Also in a layer with another number of query groups than the mask was folded for."""
+    query, key, value = inputs(groups, length)
+    visible = masks(length)
+    theirs, _ = sdpa_attention_forward(Layer(groups), query, key, value, visible)
+    for folded_for in (groups, 2, 3):
+        ours, _ = folded_attention(Layer(groups), query, key, value, fold_mask(visible, folded_for, torch.float32))
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_folded_mask_takes_the_queries_dtype() -> None:
+    query, key, value = (x.double() for x in inputs(2, 3))
+    visible = masks(3)
+    ours, _ = folded_attention(Layer(2), query, key, value, fold_mask(visible, 2, torch.float32))
+    theirs, _ = sdpa_attention_forward(Layer(2), query, key, value, visible)
+    torch.testing.assert_close(ours, theirs)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from medusa_heads.base import Base
-from medusa_heads.prepack import PackedLinear, can_prepack, pack_linears
+from medusa_heads.prepack import PackedLinear, PackedSibling, can_prepack, pack_linears, pack_siblings
 from tests.conftest import VOCAB, tiny_base, tiny_model
 
 CPU = torch.device("cpu")
@@ -121,3 +123,88 @@ def test_gradients_reach_the_heads_through_the_projections_raw_weight() -> None:
     rows = states.detach().requires_grad_(True)
     base.project_rows(rows, torch.tensor([3, 4])).sum().backward()
     torch.testing.assert_close(rows.grad[0, 0], base.projection_weight[3] + base.projection_weight[4])
+
+
+SIBLINGS = {
+    "llama": {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"},
+    "llama-untied-biased": {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"},
+    "qwen2": {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"},
+    "phi": {"q_proj", "k_proj", "v_proj"},
+    "gpt_neox": set(),
+    "gpt2": set(),
+}
+
+
+@needs_packing
+@pytest.mark.parametrize("family", SIBLINGS)
+def test_layers_with_one_input_become_one_product(family: str) -> None:
+    base = tiny_base(family)
+    base.prepack()
+    found = {name.rpartition(".")[2] for name, m in base.model.named_modules() if type(m) is PackedSibling}
+    assert found == SIBLINGS[family]
+
+
+class Block(nn.Module):
+    """Layers that look alike and do not all share an input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(6, 4, bias=False), nn.Linear(6, 3), nn.Linear(6, 4)
+        self.twice, self.late = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.again = self.twice
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = [self.q(x), self.k(x), self.v(x * 2.0), self.twice(self.again(x))]
+        x.add_(1.0)
+        return torch.cat([*parts, self.late(x)], dim=-1)
+
+
+@needs_packing
+def test_only_layers_that_see_the_same_unchanged_tensor_are_joined() -> None:
+    torch.manual_seed(0)
+    block = Block().requires_grad_(False)
+    x = torch.randn(2, 3, 6)
+    expected = block(x.clone())
+    assert pack_siblings(block, lambda: block(x.clone())) == 2
+    assert [name for name, m in block.named_modules() if type(m) is PackedSibling] == ["q", "k"]
+    torch.testing.assert_close(block(x.clone()), expected, rtol=1e-5, atol=1e-5)
+
+
+@needs_packing
+def test_joined_layers_may_be_called_in_any_order_and_number() -> None:
+    torch.manual_seed(0)
+    block = Block().requires_grad_(False)
+    q, k = block.q, block.k
+    pack_siblings(block, lambda: block(torch.randn(1, 6)))
+    x, y = torch.randn(2, 6), torch.randn(5, 6)
+    for layers in ("kq", "qq", "qkqk", "kkq"):
+        for layer in layers:
+            for given in (x, y, x):
+                ours = getattr(block, layer)(given)
+                torch.testing.assert_close(ours, {"q": q, "k": k}[layer](given), rtol=1e-5, atol=1e-5)
+
+
+@needs_packing
+def test_joined_layers_keep_no_tensor_once_all_were_called() -> None:
+    block = Block().requires_grad_(False)
+    pack_siblings(block, lambda: block(torch.randn(1, 6)))
+    x = torch.randn(2, 6)
+    block.q(x)
+    assert block.q.siblings._held is not None
+    block.k(x)
+    assert block.q.siblings._held is None
+
+
+@needs_packing
+def test_joined_layers_serve_several_threads() -> None:
+    torch.manual_seed(0)
+    block = Block().requires_grad_(False)
+    q, k = block.q, block.k
+    pack_siblings(block, lambda: block(torch.randn(1, 6)))
+    inputs = [torch.randn(3, 6) for _ in range(64)]
+
+    def both(x: Tensor) -> bool:
+        return torch.allclose(block.q(x), q(x), atol=1e-5) and torch.allclose(block.k(x), k(x), atol=1e-5)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(both, inputs))
