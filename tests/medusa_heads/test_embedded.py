@@ -38,7 +38,7 @@ def byte_alphabet() -> list[str]:
 
 def tiny_tensors() -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
-    vocab, key = 256 + 4, HIDDEN // HEADS * KV_HEADS
+    vocab, key = 256 + 5, HIDDEN // HEADS * KV_HEADS
     shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (vocab, HIDDEN), "output_norm.weight": (HIDDEN,)}
     for layer in range(LAYERS):
         parts = {
@@ -68,12 +68,12 @@ def write_gguf(path: Path) -> int:
     writer.add_head_count_kv(KV_HEADS)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10000.0)
-    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *byte_alphabet(), "ab"]
+    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *byte_alphabet(), "ab", "cd"]
     writer.add_vocab_size(len(tokens))
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(tokens)
-    writer.add_token_types([3, 3, 3] + [1] * 257)
-    writer.add_token_merges(["a b"])
+    writer.add_token_types([3, 3, 3] + [1] * 258)
+    writer.add_token_merges(["a b", "c d"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_chat_template(TEMPLATE)
