@@ -31,7 +31,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, required=True, help="directory of the run; an existing one is continued")
     parser.add_argument("--base", default="smollm2-135m", help="as for medusa-decode")
     parser.add_argument("--heads", nargs="+", metavar="[LABEL=]NAME", default=["smollm2-135m"])
-    parser.add_argument("--tree", type=Path, help="JSON file with parents and ranks; default: the heads' own tree")
+    parser.add_argument("--tree", type=Path, help="JSON file with parents and ranks; default as in decoding")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
     parser.add_argument("--device", help="default: the GPU if there is one")
@@ -119,8 +119,10 @@ def heads_hash(name: str) -> str:
     return digest.hexdigest()[:16]
 
 
-def build_methods(options: argparse.Namespace, heads: dict[str, str]) -> tuple[Any, Any, dict[str, Any]]:
-    """The packed base, the unpacked one where a method or the check needs it, and the methods by name."""
+def build_methods(
+    options: argparse.Namespace, heads: dict[str, str]
+) -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:
+    """The packed base, the unpacked one where a method or the check needs it, the methods by name, the heads' trees."""
     from decode.benchmark.methods import engine_method, generate_method
     from decode.drafters.medusa import MedusaDrafter
     from decode.engine import Decoder
@@ -130,12 +132,14 @@ def build_methods(options: argparse.Namespace, heads: dict[str, str]) -> tuple[A
 
     base = Base.load(options.base, dtype=options.dtype, device=options.device)
     methods: dict[str, Any] = {}
+    trees: dict[str, Any] = {}
     if "plain" in options.methods:
         methods["plain"] = engine_method(Decoder(base))
     if "heads" in options.methods:
         tree = None if options.tree is None else Tree.from_dict(json.loads(options.tree.read_text()))
         for label, name in heads.items():
-            methods[label] = engine_method(Decoder(base, MedusaDrafter.from_pretrained(name, base, tree=tree)))
+            drafter = MedusaDrafter.from_pretrained(name, base, tree=tree)
+            methods[label], trees[label] = engine_method(Decoder(base, drafter)), drafter.tree.to_dict()
     untouched = None
     if options.check_identity or set(SLOW) & set(options.methods):
         untouched = Base.load(options.base, dtype=options.dtype, device=options.device, prepack=False)
@@ -145,7 +149,7 @@ def build_methods(options: argparse.Namespace, heads: dict[str, str]) -> tuple[A
         if name in options.methods:
             assert untouched is not None
             methods[name] = generate_method(untouched, prompt_lookup=name == "prompt_lookup")
-    return base, untouched, methods
+    return base, untouched, methods, trees
 
 
 def measure(options: argparse.Namespace, log: Any, heads: dict[str, str], prompts: list[Any], slow: set[str]) -> None:
@@ -155,15 +159,19 @@ def measure(options: argparse.Namespace, log: Any, heads: dict[str, str], prompt
     from decode.benchmark.methods import Request, timed
     from decode.cli.common import quiet_transformers
     from decode.machine import describe_machine, load_average, versions
+    from medusa_heads.errors import ConfigError
 
     quiet_transformers()
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     done = {(row["kind"], row["id"], row.get("method"), row.get("temperature")) for row in log.rows}
-    base, untouched, methods = build_methods(options, heads)
+    base, untouched, methods, trees = build_methods(options, heads)
     labels = list(methods)
-    started = {"started": datetime.now(timezone.utc).isoformat(timespec="seconds"), "versions": versions()}
-    log.add_session(started | {"machine": describe_machine(base.device), "load_average": load_average()})
+    if log.sessions and log.sessions[0]["trees"] != trees:
+        raise ConfigError("the heads' trees are not those that the run began with (tuned since?): give --tree")
+    session = {"started": datetime.now(timezone.utc).isoformat(timespec="seconds"), "versions": versions()}
+    session |= {"machine": describe_machine(base.device), "load_average": load_average(), "trees": trees}
+    log.add_session(session)
 
     def ask(label: str, prompt: Any, temperature: float, count: int) -> tuple[Any, float]:
         ids = base.render_chat([{"role": "user", "content": prompt.text}])

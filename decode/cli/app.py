@@ -15,6 +15,8 @@ from decode.cli.compare import compare
 from decode.cli.generate import generate
 from decode.cli.inspect import inspect
 from decode.cli.predict import predict
+from decode.cli.tune import tune
+from decode.cli.verify import verify
 from medusa_heads import __version__
 from medusa_heads.errors import UserError
 
@@ -56,7 +58,7 @@ def describe(error: Exception) -> str:
 
 
 app = typer.Typer(cls=OneLineErrors, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-for command in (generate, chat, compare, inspect, predict):
+for command in (generate, chat, compare, inspect, predict, tune, verify):
     app.command()(command)
 
 

@@ -51,12 +51,14 @@ class MedusaDrafter:
     def from_pretrained(
         cls, name: str | Path, base: Base, *, tree: Tree | None = None, revision: str | None = None
     ) -> MedusaDrafter:
-        """Heads by directory, embedded name or Hub id, with their own `tree.json` unless another tree is given."""
+        """Heads by directory, embedded name or Hub id, with the tree tuned for this machine (see `decode.profiles`), or
+        else their own `tree.json`, unless another tree is given."""
+        from decode.profiles import tuned_tree
         from medusa_heads.medusa import MedusaHeads
 
         directory = heads_directory(name, revision=revision)
         heads = MedusaHeads.from_pretrained(directory, base=base)
-        return cls(heads, base, tree or read_tree(directory))
+        return cls(heads, base, tree or tuned_tree(directory, base) or read_tree(directory))
 
     def start(self, batch_size: int) -> MedusaSession:
         return MedusaSession(self)

@@ -1,0 +1,73 @@
+"""Trees tuned to a machine: kept in the user's cache, found again by machine, heads, base and dtype.
+
+`medusa-decode tune` writes a profile; loading heads without a tree of one's own takes the profile's, else the tree that
+training chose.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from decode.machine import describe_machine
+from decode.tree import Tree
+from medusa_heads.embedded import cache_dir
+from medusa_heads.errors import ConfigError, HeadsError
+from medusa_heads.hub import WEIGHTS
+
+if TYPE_CHECKING:
+    from medusa_heads.base import Base
+
+MACHINE_KEYS = ("processor", "cores", "threads", "system", "device")
+
+
+def profile_key(directory: Path, base: Base) -> dict[str, Any]:
+    """What a profile belongs to: the machine (threads in use included), the heads' weights, the base and its dtype."""
+    machine = describe_machine(base.device)
+    weights = directory / WEIGHTS
+    if not weights.is_file():
+        raise HeadsError(f"{directory} has no {WEIGHTS}")
+    return {
+        **{name: machine[name] for name in MACHINE_KEYS},
+        "heads": hashlib.sha256(weights.read_bytes()).hexdigest(),
+        "base": base.weights_hash,
+        "dtype": str(base.dtype).removeprefix("torch."),
+        "attention": str(base.config._attn_implementation),
+    }
+
+
+def profile_path(key: dict[str, Any]) -> Path:
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    return cache_dir() / "profiles" / f"{digest}.json"
+
+
+def write_profile(directory: Path, base: Base, tree: Tree, facts: dict[str, Any]) -> Path:
+    """Keeps a tree and what led to it. The file appears whole or not at all."""
+    key = profile_key(directory, base)
+    path = profile_path(key)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, scratch = tempfile.mkstemp(prefix=f".{path.stem}-", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump({"key": key, "tree": tree.to_dict(), **facts}, file, indent=1)
+        os.replace(scratch, path)
+    finally:
+        Path(scratch).unlink(missing_ok=True)
+    return path
+
+
+def tuned_tree(directory: Path, base: Base) -> Tree | None:
+    """The tree tuned for these heads on this machine; None where none was. A damaged profile is an error."""
+    path = profile_path(profile_key(directory, base))
+    if not path.is_file():
+        return None
+    try:
+        return Tree.from_dict(json.loads(path.read_text(encoding="utf-8"))["tree"])
+    except (ValueError, KeyError, TypeError, ConfigError) as error:
+        raise HeadsError(
+            f"the profile {path} is damaged ({error}): delete it, or run medusa-decode tune again"
+        ) from None

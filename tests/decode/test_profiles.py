@@ -1,0 +1,108 @@
+"""A tuned tree is found by the heads, base, dtype and machine that it was tuned for, and by no others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from decode.cli.app import app
+from decode.drafters.medusa import MedusaDrafter
+from decode.profiles import profile_key, profile_path, tuned_tree, write_profile
+from decode.tree import Tree
+from medusa_heads.base import Base
+from medusa_heads.errors import HeadsError
+from medusa_heads.medusa import MedusaHeads
+from tests.conftest import tiny_base, tiny_model, tiny_tokenizer
+
+OWN = Tree.chain(3)
+TUNED = Tree.from_rank_paths([(0,), (1,), (2,)])
+PATHS = [[[0], 0.6], [[1], 0.25], [[0, 0], 0.4], [[0, 1], 0.1], [[1, 0], 0.1]]
+METRICS = {"evaluation": {"greedy": {"paths": PATHS}}}
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEDUSA_HEADS_CACHE", str(tmp_path / "cache"))
+
+
+def saved_heads(base: Base, directory: Path, scale: float = 0.02) -> Path:
+    torch.manual_seed(0)
+    heads = MedusaHeads.for_base(base, num_heads=2, num_layers=1)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.normal_(std=scale)
+    extras = {"tree.json": json.dumps({"tree": OWN.to_dict()}), "metrics.json": json.dumps(METRICS)}
+    heads.save_pretrained(directory, extras=extras)
+    return directory
+
+
+def test_a_tuned_tree_is_taken_by_default_and_a_given_one_wins(base: Base, tmp_path: Path) -> None:
+    heads = saved_heads(base, tmp_path / "heads")
+    assert MedusaDrafter.from_pretrained(heads, base).tree == OWN
+    path = write_profile(heads, base, TUNED, {"nodes": 4})
+    assert json.loads(path.read_text())["nodes"] == 4 and [p.name for p in path.parent.iterdir()] == [path.name]
+    assert MedusaDrafter.from_pretrained(heads, base).tree == TUNED
+    assert MedusaDrafter.from_pretrained(heads, base, tree=Tree.chain(2)).tree == Tree.chain(2)
+
+
+def test_other_heads_another_dtype_and_other_threads_have_profiles_of_their_own(tmp_path: Path) -> None:
+    base, half = tiny_base(), Base.from_model(tiny_model("llama").bfloat16(), tiny_tokenizer())
+    heads, other = saved_heads(base, tmp_path / "heads"), saved_heads(base, tmp_path / "other", scale=0.05)
+    write_profile(heads, base, TUNED, {})
+    assert tuned_tree(heads, base) == TUNED
+    assert tuned_tree(other, base) is None and tuned_tree(heads, half) is None
+    torch.set_num_threads(2)
+    assert tuned_tree(heads, base) is None
+
+
+def test_a_damaged_profile_is_an_error_that_says_what_to_do(base: Base, tmp_path: Path) -> None:
+    heads = saved_heads(base, tmp_path / "heads")
+    path = write_profile(heads, base, TUNED, {})
+    for content in ("{", "{}", '{"tree": {"parents": [0], "ranks": [0]}}'):
+        path.write_text(content)
+        with pytest.raises(HeadsError, match="tune again"):
+            tuned_tree(heads, base)
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> list[str]:
+    model: Any = tiny_model("llama")
+    model.save_pretrained(tmp_path / "base")
+    tiny_tokenizer().save_pretrained(tmp_path / "base")
+    base = Base.load(str(tmp_path / "base"), dtype="float32")
+    heads = saved_heads(base, tmp_path / "heads")
+    return ["--base", str(tmp_path / "base"), "--heads", str(heads), "--dtype", "float32"]
+
+
+def test_tune_chooses_stores_and_generate_picks_it_up(pair: list[str], tmp_path: Path) -> None:
+    short = ["--context", "8", "--max-nodes", "5", "--repeats", "2"]
+    result = CliRunner().invoke(app, ["tune", *pair, *short, "--json"])
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout.splitlines()[-1])
+    tree = Tree.from_dict(report["tree"])
+    assert 1 <= tree.size <= 5 and report["predicted"]["tokens_per_second"] > 0.0
+    gained = {tuple(path): probability for path, probability in PATHS}
+    expected = 1.0 + sum(gained[path] for path in tree.rank_paths())
+    assert report["predicted"]["tokens_per_round"] == pytest.approx(expected)
+    assert set(report["costs"]["forward"]) == {"8"} and report["measured"]["speedup"] > 0.0
+    base = Base.load(pair[1], dtype="float32")
+    assert report["path"] == str(profile_path(profile_key(Path(pair[3]), base)))
+    assert MedusaDrafter.from_pretrained(pair[3], base).tree == tree
+
+
+def test_a_dry_run_stores_nothing_and_says_so(pair: list[str], tmp_path: Path) -> None:
+    short = ["--context", "8", "--max-nodes", "3", "--repeats", "1"]
+    result = CliRunner().invoke(app, ["tune", *pair, *short, "--dry-run"])
+    assert result.exit_code == 0, result.output
+    assert "not stored" in result.stdout and "<- chosen" in result.stdout
+    assert not (tmp_path / "cache" / "profiles").exists()
+
+
+def test_heads_without_sampled_figures_are_refused_in_one_line(pair: list[str]) -> None:
+    result = CliRunner().invoke(app, ["tune", *pair, "--sampled"])
+    assert result.exit_code == 2 and "no rank paths of sampled text" in result.stderr
