@@ -232,7 +232,7 @@ def write_report(directory: Path, tally: Tally, failures: Failures) -> None:
         total["rows"] += 1
         total["tokens"] += row["tokens"]
         total["cut"] += not row["finished"]
-    run = {**asdict(tally), "tokens_per_second": round(tally.tokens_per_second, 1)}
+    run = asdict(tally) | {"seconds": round(tally.seconds, 1), "tokens_per_second": round(tally.tokens_per_second, 1)}
     write_beside(directory / "summary.json", json.dumps({"run": run, "total": total}, indent=2) + "\n")
 
 

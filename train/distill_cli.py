@@ -115,7 +115,7 @@ def command(
     except KeyboardInterrupt:
         print(f"Stopped. The rows in {out} are whole; the same command goes on from there.", file=sys.stderr)
         raise typer.Exit(130) from None
-    console.print(summary(tally, out), highlight=False, markup=False)
+    console.print(summary(tally, out), highlight=False, markup=False, soft_wrap=True)
 
 
 async def run(options: Options, settings: DistillSettings) -> Tally:
