@@ -120,9 +120,10 @@ def _from_pretrained(name: str, source: str, where: dict[str, Any], options: dic
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             source, output_loading_info=True, ignore_mismatched_sizes=True, **where, **options
         )
+        model, report = loaded
         _check_complete(name, report)
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=options["trust_remote_code"], **where)
     except (OSError, RuntimeError, SafetensorError) as error:
@@ -160,6 +161,9 @@ def _choose_attention(base: Base) -> None:
     if getattr(base.config, "attn_logit_softcapping", None) is not None:
         base.model.set_attn_implementation("eager")
         return
-    if base.query_groups > 1 and base.config._attn_implementation == "sdpa" and base.model._supports_attention_backend:
+    groups = base.config.num_attention_heads // (
+        getattr(base.config, "num_key_value_heads", None) or base.config.num_attention_heads
+    )
+    if groups > 1 and base.config._attn_implementation == "sdpa" and base.model._supports_attention_backend:
         register()
         base.model.set_attn_implementation(FOLDED)

@@ -62,6 +62,8 @@ def one_line(error: pytest.ExceptionInfo[UserError], *parts: object) -> None:
 def test_a_directory_gives_back_its_model(tmp_path: Path, family: str, prepack: bool) -> None:
     model = saved(tmp_path / "base", family)
     base = Base.load(str(tmp_path / "base"), dtype="float32", device="cpu", prepack=prepack)
+    if family == "gemma2":
+        model.set_attn_implementation("eager")  # the one that caps its scores
     with torch.no_grad():
         expected = model(IDS).logits
     states = base.forward(IDS).last_hidden_state

@@ -12,6 +12,7 @@ from transformers.pytorch_utils import Conv1D
 from medusa_heads.base import Base
 from medusa_heads.prepack import PackedLinear, PackedSibling, can_prepack, pack_linears, pack_siblings
 from tests.conftest import VOCAB, tiny_base, tiny_model
+from tests.medusa_heads.test_base import perturb_vectors
 
 CPU = torch.device("cpu")
 IDS = torch.tensor([[5, 17, 40, 8, 61, 33]])
@@ -98,7 +99,7 @@ def test_what_cannot_be_packed_is_left_alone() -> None:
 @needs_packing
 @pytest.mark.parametrize("family", ["llama", "llama-untied-biased", "gpt2", "phi", "gemma2", "gpt_neox"])
 def test_a_packed_base_says_the_same(family: str) -> None:
-    base, packed = tiny_base(family), tiny_base(family)
+    base, packed = (Base.from_model(perturb_vectors(tiny_model(family))) for _ in range(2))
     linears = sum(type(m) in (nn.Linear, Conv1D) for m in base.model.modules())
     assert packed.prepack() == linears > 4
     states, expected = packed.forward(IDS).last_hidden_state, base.forward(IDS).last_hidden_state
@@ -106,6 +107,7 @@ def test_a_packed_base_says_the_same(family: str) -> None:
     torch.testing.assert_close(packed.project(states), base.model(IDS).logits, rtol=1e-4, atol=2e-4)
     torch.testing.assert_close(packed.model(IDS).logits, base.model(IDS).logits, rtol=1e-4, atol=2e-4)
     assert torch.equal(packed.projection_weight, base.projection_weight)
+    assert torch.equal(packed.model.get_output_embeddings().weight, base.projection_weight)
     assert torch.equal(packed.embed(IDS), base.embed(IDS))
     assert (packed.device, packed.dtype, packed.vocab_size) == (base.device, base.dtype, VOCAB)
     assert packed.num_parameters == base.num_parameters
