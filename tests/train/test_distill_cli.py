@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-import time
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,14 @@ def distil(*arguments: object) -> Result:
 def test_the_command_asks_in_the_bases_template(
     server: LoopbackServer, base: Path, prompts: Path, tmp_path: Path, tokenizer: Any
 ) -> None:
-    server.reply = lambda number, body: (time.sleep(0.02), (200, completion("A", tokens=2)))[1]
+    eight = threading.Barrier(8)
+
+    def reply(number: int, body: dict[str, Any]) -> Reply:
+        if number <= 8:
+            eight.wait(60)  # nobody is answered before eight have asked
+        return 200, completion("A", tokens=2)
+
+    server.reply = reply
     options = ["--temperature", 0, "--temperature", 0.5, "--max-new-tokens", 7, "--concurrency", 8]
     result = distil("--prompts", prompts, "--base", base, "--out", tmp_path / "out", "--server", server.url, *options)
     assert result.exit_code == 0, result.output
