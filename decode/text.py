@@ -40,7 +40,7 @@ class TextStream:
         before = self._decode(self._ids[self._window : self._shown])
         after = self._decode(self._ids[self._window :])
         if len(after) > len(before) and not after.endswith(REPLACEMENT):
-            self._append(after[len(before) :])
+            self._append(self._added(before, after))
             self._window, self._shown = self._shown, len(self._ids)
         return self.stopped
 
@@ -50,7 +50,7 @@ class TextStream:
             return
         before = self._decode(self._ids[self._window : self._shown])
         after = self._decode(self._ids[self._window :])
-        self._append(after[len(before) :])
+        self._append(self._added(before, after))
         self._shown = len(self._ids)
         self._stop = ()
 
@@ -79,6 +79,13 @@ class TextStream:
                     longest = length
                     break
         return longest
+
+    def _added(self, before: str, after: str) -> str:
+        """What the tokens behind the shown ones add to the text."""
+        if after.startswith(before):
+            return after[len(before) :]
+        # A byte-fallback decoder takes back a whole character when half of one follows it: what is shown stays.
+        return self._decode(self._ids[self._shown :])
 
     def _decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))

@@ -253,7 +253,7 @@ def test_a_gguf_file(tmp_path: Path) -> None:
     assert base.name == str(tmp_path / "tiny.gguf") and base.num_layers == 2
     assert base.tokenizer.chat_template == TEMPLATE
     logits = base.project(base.forward(IDS).last_hidden_state)
-    assert logits.isfinite().all() and logits.shape == (1, 6, 260)
+    assert logits.isfinite().all() and logits.shape == (1, 6, len(tensors["token_embd.weight"]))
     assert Base.load(str(tmp_path / "tiny.gguf"), device="cpu", prepack=False).dtype == torch.bfloat16
 
 
