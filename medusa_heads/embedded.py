@@ -228,6 +228,9 @@ def convert(gguf: Path, made: Path) -> None:
         source, gguf_file=file, dtype=torch.bfloat16, quantization_config=unpack
     )
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=file)
+    # Releases of transformers differ in what they make of these three, and text must not depend on the release.
+    tokenizer.eos_token = tokenizer.pad_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
+    tokenizer.clean_up_tokenization_spaces = False
     model.save_pretrained(made)
     tokenizer.save_pretrained(made)
 
