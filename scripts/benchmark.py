@@ -169,7 +169,10 @@ def measure(options: argparse.Namespace, log: Any, heads: dict[str, str], prompt
     labels = list(methods)
     if log.sessions and log.sessions[0]["trees"] != trees:
         raise ConfigError("the heads' trees are not those that the run began with (tuned since?): give --tree")
-    session = {"started": datetime.now(timezone.utc).isoformat(timespec="seconds"), "versions": versions()}
+    session: dict[str, Any] = {
+        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "versions": versions(),
+    }
     session |= {"machine": describe_machine(base.device), "load_average": load_average(), "trees": trees}
     log.add_session(session)
 
@@ -177,9 +180,10 @@ def measure(options: argparse.Namespace, log: Any, heads: dict[str, str], prompt
         ids = base.render_chat([{"role": "user", "content": prompt.text}])
         return timed(methods[label], Request(ids, count, temperature, options.seed), base.device)
 
+    shortest = min(prompts, key=lambda prompt: len(prompt.text))
     for label in labels:
         for temperature in options.temperatures:
-            ask(label, prompts[0], temperature, WARM_UP_TOKENS)
+            ask(label, shortest, temperature, WARM_UP_TOKENS)
     begin, measured = time.monotonic(), 0
     for place, prompt in enumerate(prompts):
         answers: dict[str, Any] = {}
@@ -241,7 +245,7 @@ def report(options: argparse.Namespace, log: Any, prompts: list[Any], slow: set[
     from decode.benchmark.summary import markdown, summarize
     from decode.measure import Costs
 
-    labels = {row["method"] for row in log.rows if row["kind"] == "answer"}
+    labels = [*log.config["heads"], *(method for method in log.config["methods"] if method != "heads")]
     expected = sum(len(slow if label in SLOW else prompts) for label in labels) * len(options.temperatures)
     found = sum(row["kind"] == "answer" for row in log.rows)
     costs = None if options.costs is None else json.loads(options.costs.read_text())
