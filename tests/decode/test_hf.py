@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +22,9 @@ from transformers import (
 )
 
 from decode import speculate
+from decode.certify import BLOCK, BlockLaw, chi_square_tail, g_statistic
 from decode.hf import SpeculativeOutput
+from decode.sampling import SamplingParams
 from decode.tree import Tree
 from medusa_heads.base import Base
 from medusa_heads.errors import ConfigError, UserError
@@ -491,3 +494,34 @@ def test_max_time_ends_a_text_on_the_way(model: Any) -> None:
         custom_generate=loop,
     )
     assert len(PROMPT) + 1 <= text.shape[1] <= len(PROMPT) + 51
+
+
+def test_samples_have_the_law_of_generate(model: Any) -> None:
+    """The first tokens of many texts against their exact law under the same processors, by a G-test. The drafts follow
+    the greedy text, so that a good part of them is accepted."""
+    ids, draws = torch.tensor([PROMPT]), 900
+    base = Base.from_model(tiny_model(), tiny_tokenizer())
+    base.eos_token_ids = ()
+    law = BlockLaw(base, PROMPT, SamplingParams(temperature=0.9, top_k=7, repetition_penalty=1.2), draws)
+    loop = speculate(Oracle(model.generate(ids, max_new_tokens=8, repetition_penalty=1.2).tolist(), right=1.0))
+    torch.manual_seed(1)
+    observed: Counter[int] = Counter()
+    drafts = 0
+    for _ in range(3):
+        output = model.generate(
+            ids,
+            do_sample=True,
+            temperature=0.9,
+            top_k=7,
+            repetition_penalty=1.2,
+            max_new_tokens=BLOCK,
+            eos_token_id=None,
+            num_return_sequences=draws // 3,
+            return_dict_in_generate=True,
+            custom_generate=loop,
+        )
+        observed.update(law.cell(row) for row in output.sequences[:, len(PROMPT) :].tolist())
+        drafts += accepted(output)
+    g, freedom = g_statistic([observed[cell] for cell in range(len(law.probabilities))], law.probabilities)
+    assert drafts > draws // 8 and freedom > 10
+    assert chi_square_tail(g, freedom) > 0.001
