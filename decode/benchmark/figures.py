@@ -50,7 +50,7 @@ def draw_speedups(compared: Mapping[str, Any], baseline: str, label: str, path: 
     axes.bar_label(bars, [f" {value:.2f}×" for value in values], padding=14)
     axes.axvline(1.0, color="black", linewidth=1)
     axes.set_xlim(0.0, 1.2 * max(*values, *(compared[name]["interval"][1] for name in names), 1.0))
-    axes.set_xlabel(f"tokens per second over those of {baseline} ({label}; 95 % interval over prompts)")
+    axes.set_xlabel(f"speed against {baseline}, {label} (95 % interval)")
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
     return path
