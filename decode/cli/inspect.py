@@ -133,7 +133,17 @@ def lines(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("projection", f"{projection}, {'all rows' if rows is None else f'{rows} rows'}"),
         ("tree", "none stored" if tree is None else f"{tree['size']} nodes, depth {tree['depth']}"),
     ]
-    metrics = report["metrics"]
-    flat = {} if not isinstance(metrics, dict) else {k: v for k, v in metrics.items() if not isinstance(v, dict)}
-    result += [(key, json.dumps(value)) for key, value in flat.items()]
+    return result + metric_lines(report["metrics"] or {})
+
+
+def metric_lines(metrics: dict[str, Any]) -> list[tuple[str, str]]:
+    """What training's evaluation on held-out text says in short; the rest is in the JSON report."""
+    result = [
+        ("acceptance length", f"{length:.2f} on held-out text, {law}")
+        for law, length in metrics.get("tree_acceptance_length", {}).items()
+    ]
+    for law, measured in metrics.get("evaluation", {}).items():
+        if isinstance(measured, dict) and "top_accuracy" in measured:
+            top = " ".join(f"{row[0]:.2f}" for row in measured["top_accuracy"])
+            result.append(("top-1 by head", f"{top} on held-out text, {law}"))
     return result

@@ -21,6 +21,10 @@ from decode.tree import Tree
 from medusa_heads import Base, MedusaHeads
 
 CONTEXT = 160
+METRICS = {
+    "tree_acceptance_length": {"greedy": 1.5},
+    "evaluation": {"greedy": {"top_accuracy": [[0.5, 0.6], [0.25, 0.3]]}},
+}
 TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'][0] }}|>{{ m['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|a|>{% endif %}"
@@ -68,7 +72,7 @@ def heads_dir(base_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("heads") / "heads"
     heads = MedusaHeads.for_base(Base.load(str(base_dir), dtype="float32"), num_heads=2)
     tree = Tree.from_rank_paths([(0,), (1,), (0, 0)])
-    extras = {"tree.json": json.dumps({"tree": tree.to_dict()}), "metrics.json": json.dumps({"top1": [0.5, 0.25]})}
+    extras = {"tree.json": json.dumps({"tree": tree.to_dict()}), "metrics.json": json.dumps(METRICS)}
     heads.save_pretrained(path, extras=extras)
     return path
 
@@ -283,8 +287,9 @@ def test_inspect_reports_size_share_tree_and_metrics(base_dir: Path, heads_dir: 
     assert report["share_of_base"] == pytest.approx(parameters / report["base_parameters"])
     assert (report["family"], report["base"], report["config"]["num_heads"]) == ("medusa", str(base_dir), 2)
     assert (report["tree"]["size"], report["tree"]["depth"]) == (4, 2)
-    assert report["metrics"] == {"top1": [0.5, 0.25]}
+    assert report["metrics"] == METRICS
     text = run("inspect", "--heads", heads_dir).stdout
+    assert "1.50 on held-out text, greedy" in text and "0.50 0.25 on held-out text, greedy" in text
     assert "4 nodes, depth 2" in text and f"{report['share_of_base']:.2%}" in text
 
 
