@@ -164,10 +164,15 @@ def test_own_processors_take_the_place_that_generate_gives_them(model: LlamaForC
     ours = build_processors(params, prompt_length=len(PROMPT), eos_token_ids=EOS, custom=custom)
     assert [type(processor) for processor in ours] == types(theirs)
     logits = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(3))
-    kept = logits.clone()
     expected = theirs(torch.tensor([PROMPT]), logits.clone()[None])[0]
     assert torch.equal(node_scores(logits, PROMPT, ours), expected)
-    assert torch.equal(logits, kept)
+
+
+def test_logits_are_left_as_they_are_by_processors_that_write_in_place() -> None:
+    logits = torch.zeros(VOCABULARY)
+    scores = node_scores(logits, PROMPT, [Bonus()])
+    assert scores[12] == 2.0
+    assert torch.equal(logits, torch.zeros(VOCABULARY))
 
 
 @pytest.mark.parametrize("name", sorted(CASES))
