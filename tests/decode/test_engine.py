@@ -174,7 +174,7 @@ def test_a_kept_prefix_is_not_computed_again(base: Base) -> None:
     assert second.token_ids == decoder.generate(turn, settings).token_ids
     # The last emitted token has not been seen by the base: all before it is reused.
     assert second.stats.reused_tokens == len(PROMPT) + len(first.token_ids) - 1
-    other = [3] + turn
+    other = [3, *turn]
     assert decoder.generate(other, settings, prefix=prefix).token_ids == decoder.generate(other, settings).token_ids
 
 
@@ -206,7 +206,7 @@ def test_stop_strings_cut_exactly_and_never_show(base: Base) -> None:
 
 
 def test_a_recurrent_base_is_refused_with_the_reason() -> None:
-    with pytest.raises(UnsupportedModelError, match="order|tree"):
+    with pytest.raises(UnsupportedModelError, match=r"order|tree"):
         check_tree_support(Base.from_model(tiny_recurrent_model(), tiny_tokenizer()))
 
 
