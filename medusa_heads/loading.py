@@ -108,11 +108,9 @@ def _check_causal(base: Base) -> None:
 
 
 def _dequantised(gguf_file: str) -> dict[str, Any]:
-    """Newer transformers keep GGUF weights packed unless told; the older ones always unpack."""
-    try:
-        from transformers import GgufConfig
-    except ImportError:
-        return {}
+    """transformers keeps GGUF weights packed unless told to unpack them."""
+    from transformers import GgufConfig
+
     return {"quantization_config": GgufConfig(gguf_file=gguf_file, dequantize=True)}
 
 
