@@ -371,12 +371,23 @@ def test_an_own_seed_leaves_the_global_state_alone(model: Any) -> None:
 
 
 def test_several_sequences_of_a_prompt_differ(model: Any) -> None:
-    rows = sample(model, num_return_sequences=3, prefix_allowed_tokens_fn=allowed, prompts=PROMPTS[:2], seed=1)
-    assert len(rows) == 6 and len({tuple(row) for row in rows}) == 6
-    width = len(PROMPT)
+    """And a constraint gets the number that `generate` gives it: of the prompt, in older releases of the row."""
+    numbers: set[int] = set()
+
+    def noting(batch_id: int, ids: Tensor) -> list[int]:
+        numbers.add(batch_id)
+        return allowed(batch_id, ids)
+
+    options: Options = {"do_sample": True, "max_new_tokens": 1, "num_return_sequences": 3, "pad_token_id": PAD}
+    model.generate(**padded(PROMPTS[:2]), **options, prefix_allowed_tokens_fn=noting)
+    by_generate = set(numbers)
+    numbers.clear()
+    rows = sample(model, num_return_sequences=3, prefix_allowed_tokens_fn=noting, prompts=PROMPTS[:2], seed=1)
+    assert len({tuple(row) for row in rows}) == len(rows) == 6
+    assert numbers == by_generate
     for number, row in enumerate(rows):
-        for end in range(width, len(row)):
-            assert row[end] in allowed(number // 3, torch.tensor(row[:end]))
+        for end in range(len(PROMPT), len(row)):
+            assert row[end] in allowed(number * len(numbers) // 6, torch.tensor(row[:end]))
 
 
 def test_rows_of_a_sampled_batch_are_the_rows_alone(model: Any) -> None:
