@@ -54,7 +54,7 @@ def verify(
     ] = 1.0,
     top_k: common.TopKOption = 0,
     top_p: common.TopPOption = 1.0,
-    draws: Annotated[int, typer.Option("--draws", min=50, help="Of each of the two prompts that are sampled.")] = 1000,
+    draws: Annotated[int, typer.Option("--draws", min=50, help="Of each of the two prompts that are sampled.")] = 500,
     seed: Annotated[int, typer.Option("--seed", help="The same seed gives the same draws.")] = 0,
     json_report: common.JsonOption = False,
     debug: common.DebugOption = False,
@@ -126,7 +126,7 @@ def last_check(certificate: Certificate) -> str:
     gap = "a text ends there" if where.gap is None else f"the base's gap between the two is {where.gap:.3g}"
     return line + (
         f"differs from token {where.position} on: {gap} (of its likeliest two: {where.top2_gap:.3g}), rounding allows "
-        f"{check.allowance:.3g}: {'a near-tie' if check.passed else 'WRONG'}"
+        f"{check.rounding:.3g}: {'a near-tie' if check.passed else 'WRONG'}"
     )
 
 

@@ -29,6 +29,7 @@ from decode.certify import (
     check_sampling,
     chi_square_tail,
     g_statistic,
+    gap_rounding,
     plain_greedy,
     whole_logits,
 )
@@ -92,7 +93,7 @@ def test_an_accepted_wrong_draft_fails(decoder: Decoder, monkeypatch: pytest.Mon
     monkeypatch.setattr(rows, "verify_greedy", keep_first_child)
     check = check_greedy(decoder, "x", PROMPT, 30)
     assert not check.passed and check.wrong_choices > 0 and check.divergence is not None
-    assert check.divergence.gap is not None and check.divergence.gap > check.allowance
+    assert check.divergence.gap is not None and check.divergence.gap > check.rounding
 
 
 def test_a_cache_that_keeps_the_wrong_nodes_fails(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,14 +233,25 @@ def greedy_check(**changes: Any) -> GreedyCheck:
         "divergence": module.Divergence(3, 1, 2, 0.3, 0.3),
         "wrong_choices": 0,
         "near_ties": 1,
-        "rounding": 0.2,
+        "rounding": 0.4,
     }
     return GreedyCheck(**{**values, **changes})
 
 
+def test_rounding_is_of_gaps_not_of_logits() -> None:
+    one = torch.randn(5, 40)
+    other = one + torch.arange(5.0)[:, None]
+    assert gap_rounding(one, other) == pytest.approx(0.0, abs=1e-5)
+    second = int(one[3].topk(2).indices[1])
+    other[3, second] += 0.25
+    assert gap_rounding(one, other) == pytest.approx(0.25, abs=1e-5)
+    other[3, int(one[3].argmin())] += 9.0  # an unlikely token decides nothing
+    assert gap_rounding(one, other) == pytest.approx(0.25, abs=1e-5)
+
+
 def test_only_a_gap_within_the_rounding_is_excused() -> None:
     assert greedy_check().passed
-    assert not greedy_check(rounding=0.1).passed
+    assert not greedy_check(rounding=0.2).passed
     assert not greedy_check(wrong_choices=1).passed
     assert not greedy_check(divergence=module.Divergence(3, 1, None, None, 0.1)).passed
     assert not greedy_check(rounding=math.nan).passed
@@ -267,7 +279,7 @@ def test_half_precision_reports_where_texts_part() -> None:
     assert all(check.rounding > 1e-3 for check in checks)
     for check in checks:
         assert (check.divergence is None) == check.identical
-        assert check.divergence is None or (check.divergence.gap or 0.0) <= check.allowance
+        assert check.divergence is None or (check.divergence.gap or 0.0) <= check.rounding
 
 
 # The command.
