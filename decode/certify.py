@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from decode.engine import Decoder
+from decode.engine import Decoder, Prefix
 from decode.sampling import SamplingParams, build_processors, node_law
 from decode.settings import GenerationSettings
 from medusa_heads.base import Base
@@ -39,10 +39,9 @@ LEVEL = 1e-3
 """A right decoder fails the G-test once in a thousand runs."""
 LIKELY = 10
 """Tokens a position over which rounding is measured."""
-DRAW_BATCH = 16
 LAW_BATCH = 32
 
-Prefix = tuple[int, ...]
+Start = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -253,14 +252,14 @@ class BlockLaw:
     def __init__(self, base: Base, prompt: Sequence[int], params: SamplingParams, draws: int, length: int = BLOCK):
         self._length = length
         self._ends = set(base.eos_token_ids)
-        self._masses: dict[Prefix, float] = {(): 1.0}
+        self._masses: dict[Start, float] = {(): 1.0}
         """Every beginning with a law or a cell of its own."""
-        self._supports: dict[Prefix, Tensor] = {}
-        cells: dict[tuple[Prefix, bool], float] = {}
+        self._supports: dict[Start, Tensor] = {}
+        cells: dict[tuple[Start, bool], float] = {}
         """(beginning, whether it stands for its rare continuations) → probability."""
-        frontier: list[Prefix] = [()]
+        frontier: list[Start] = [()]
         for _ in range(length):
-            following: list[Prefix] = []
+            following: list[Start] = []
             for prefix, law in zip(frontier, _laws(base, prompt, frontier, params), strict=True):
                 self._supports[prefix] = (law > 0.0).cpu()
                 mass = self._masses[prefix]
@@ -282,7 +281,7 @@ class BlockLaw:
 
     def cell(self, block: Sequence[int]) -> int:
         """Index of the cell in which a well-formed draw falls."""
-        prefix: Prefix = ()
+        prefix: Start = ()
         for token in block:
             if (*prefix, token) not in self._masses:
                 return self._index[prefix, True]
@@ -298,10 +297,10 @@ class BlockLaw:
         return False
 
 
-def _pooled(cells: dict[tuple[Prefix, bool], float], draws: int) -> tuple[dict[tuple[Prefix, bool], int], list[float]]:
+def _pooled(cells: dict[tuple[Start, bool], float], draws: int) -> tuple[dict[tuple[Start, bool], int], list[float]]:
     """Cells by index, the rare ones in one together (with the rarest other cell, where they are still too rare)."""
     order = sorted(cells, key=lambda cell: -cells[cell])
-    index: dict[tuple[Prefix, bool], int] = {}
+    index: dict[tuple[Start, bool], int] = {}
     probabilities: list[float] = []
     for cell in order:
         left = sum(probabilities)
@@ -315,7 +314,7 @@ def _pooled(cells: dict[tuple[Prefix, bool], float], draws: int) -> tuple[dict[t
 
 
 @torch.no_grad()
-def _laws(base: Base, prompt: Sequence[int], prefixes: Sequence[Prefix], params: SamplingParams) -> Iterator[Tensor]:
+def _laws(base: Base, prompt: Sequence[int], prefixes: Sequence[Start], params: SamplingParams) -> Iterator[Tensor]:
     """The base's law (V,) in float64 after the prompt and each of the prefixes, which are all of one length."""
     processors = build_processors(
         params, prompt_length=len(prompt), eos_token_ids=base.eos_token_ids, device=base.device
@@ -338,16 +337,16 @@ def check_sampling(
     law = BlockLaw(decoder.base, prompt, params, draws)
     observed: Counter[int] = Counter()
     accepted = impossible = malformed = 0
-    for start in range(0, draws, DRAW_BATCH):
-        rows = min(DRAW_BATCH, draws - start)
-        settings = GenerationSettings(max_new_tokens=BLOCK, sampling=params, seed=seed + start)
-        for result in decoder.generate_batch([prompt] * rows, settings):
-            accepted += accepted_drafts(result.stats.acceptance_histogram)
-            if law.malformed(result.token_ids):
-                malformed += 1
-                continue
-            observed[law.cell(result.token_ids)] += 1
-            impossible += law.impossible(result.token_ids)
+    prefix = Prefix()  # the prompt is read once for all draws
+    for draw in range(draws):
+        settings = GenerationSettings(max_new_tokens=BLOCK, sampling=params, seed=seed + draw)
+        result = decoder.generate(prompt, settings, prefix=prefix)
+        accepted += accepted_drafts(result.stats.acceptance_histogram)
+        if law.malformed(result.token_ids):
+            malformed += 1
+            continue
+        observed[law.cell(result.token_ids)] += 1
+        impossible += law.impossible(result.token_ids)
     g, freedom = g_statistic([observed[i] for i in range(len(law.probabilities))], law.probabilities)
     return SamplingCheck(identity, draws, accepted, g, freedom, impossible, malformed)
 

@@ -29,9 +29,11 @@ class Oracle:
         return OracleSession(self, batch_size)
 
     def continuation(self, text: list[int]) -> list[int]:
+        """What follows a row's text; where a kept prefix was not shown again, `text` is the end of it alone."""
         for known in self.texts:
-            if known[: len(text)] == text:
-                return known[len(text) : len(text) + TREE.depth]
+            for start in range(len(known) - len(text)):
+                if known[start : start + len(text)] == text:
+                    return known[start + len(text) : start + len(text) + TREE.depth]
         return []
 
     def fill(self, text: list[int]) -> list[int]:
