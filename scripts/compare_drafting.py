@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from decode.benchmark.prompts import read_prompts, stratified
+from decode.benchmark.prompts import file_hash, read_prompts, stratified
 from decode.coupling import coupling_ceiling, deterministic_acceptance, draw_many, sampled_acceptance
 from decode.engine import Decoder
 from decode.sampling import SamplingParams
@@ -94,7 +94,8 @@ def main(given: Sequence[str] | None = None) -> None:
     prompts = [base.render_chat([{"role": "user", "content": prompt.text}]) for prompt in chosen]
     generator = torch.Generator().manual_seed(options.seed)
     result: dict[str, object] = {
-        "settings": {name: str(value) for name, value in vars(options).items()},
+        "settings": {name: value for name, value in vars(options).items() if name not in ("prompts", "output")},
+        "prompts": {"file": options.prompts.name, "sha256": file_hash(options.prompts)},
         "versions": {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()},
     }
     columns = [f"{kind} {width}" for width in options.widths for kind in ("top", "drawn", "ceiling")]
