@@ -249,6 +249,7 @@ def _accept(p: Tensor, q: Tensor, token: int, chooser: Chooser) -> Tensor | None
 def _law_of_draw(q: Tensor, token: int, name: str) -> Tensor:
     """The law of the next draw without replacement: q (earlier siblings zeroed) renormalised; a point mass on `token`
     where nothing is left to draw, as any token that was not drawn is a draft without a law."""
+    _require_known(q, token)
     left = q.sum().item()
     if left == 0.0:  # exactly: every entry has been set to zero
         return torch.zeros_like(q).index_fill_(0, torch.tensor(token), 1.0)
@@ -256,9 +257,13 @@ def _law_of_draw(q: Tensor, token: int, name: str) -> Tensor:
     return q / left
 
 
-def _require_support(q: Tensor, token: int, name: str) -> None:
+def _require_known(q: Tensor, token: int) -> None:
     if not 0 <= token < len(q):
         raise ValueError(f"drafted token {token} is not in the vocabulary of {len(q)}")
+
+
+def _require_support(q: Tensor, token: int, name: str) -> None:
+    _require_known(q, token)
     if q[token] == 0.0:
         raise ValueError(f"{name} gives the drafted token {token} probability 0: it was not sampled from that law")
 

@@ -247,6 +247,15 @@ def test_wrong_sizes_are_errors() -> None:
         verify_sampled(EXAMPLE, TOKENS, [GOOD] * 3, lambda node: GOOD, generator())
     with pytest.raises(ValueError, match="drafted token 4 is not in the vocabulary of 4"):
         accept_or_resample(GOOD, GOOD, 4, generator())
+    for tokens, stranger in (([A, 4, B], 4), ([A, C, -1], -1)):  # the second where the draft law has nothing left
+        with pytest.raises(ValueError, match=f"drafted token {stranger} is not in the vocabulary of 4"):
+            verify_sampled(
+                Tree.from_rank_paths([(0,), (1,)]),
+                torch.tensor(tokens),
+                [one_hot(C)[0]] * 3,
+                lambda node: one_hot(D)[0],
+                generator(),
+            )
     with pytest.raises(ValueError, match="cannot draw 5 distinct tokens from a vocabulary of 4"):
         draw_siblings(GOOD, 5, generator())
     with pytest.raises(ValueError, match=r"epsilon=0\.0"):
