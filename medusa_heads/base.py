@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,11 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from medusa_heads.attention import FOLDED, fold_mask
+from medusa_heads.chat import Message, render_chat
 from medusa_heads.errors import ConfigError, UnsupportedModelError
 from medusa_heads.norms import fuse_norms
 from medusa_heads.prepack import can_prepack, pack_linears, pack_siblings
-
-Message = Mapping[str, str]
 
 ATTENTION_KINDS = ("full_attention", "sliding_attention")
 
@@ -226,10 +225,7 @@ class Base:
             raise ConfigError(f"the base {self.name!r} was built without a tokenizer: it cannot render a chat")
         if not getattr(self.tokenizer, "chat_template", None):
             raise ConfigError(f"the tokenizer of {self.name!r} has no chat template")
-        encoded = self.tokenizer.apply_chat_template(
-            [dict(m) for m in messages], add_generation_prompt=add_generation_prompt, tokenize=True, return_dict=True
-        )
-        return list(encoded["input_ids"])
+        return render_chat(self.tokenizer, messages, add_generation_prompt=add_generation_prompt)
 
     @cached_property
     def tokenizer_hash(self) -> str | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -113,14 +112,6 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 def tiny_base(family: str = "llama", seed: int = 0) -> Base:
     """A base in float32 on a tiny model with random weights."""
     return Base.from_model(tiny_model(family, seed), tiny_tokenizer(), name=f"tiny-{family}")
-
-
-def shared_data() -> Path:
-    """The development data, which are not part of the project. Skips the test where they are absent."""
-    path = Path(os.environ.get("MEDUSA_SHARED", Path(__file__).parents[2] / "shared")) / "data"
-    if not path.is_dir():
-        pytest.skip(f"the development data are not at {path} (set MEDUSA_SHARED)")
-    return path
 
 
 @pytest.fixture(scope="session")

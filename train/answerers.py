@@ -7,14 +7,13 @@ the form in which the heads will later be used.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from medusa_heads.chat import Message, render_chat
 from medusa_heads.errors import BaseLoadError, ConfigError, UserError
-
-Message = Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -78,12 +77,9 @@ def render(tokenizer: Any, messages: Sequence[Message]) -> tuple[int, ...]:
     from jinja2 import TemplateError
 
     try:
-        encoded = tokenizer.apply_chat_template(
-            [dict(m) for m in messages], add_generation_prompt=True, tokenize=True, return_dict=True
-        )
+        return tuple(render_chat(tokenizer, messages))
     except TemplateError as error:
         raise RowError(f"the chat template refuses the conversation: {error}") from error
-    return tuple(encoded["input_ids"])
 
 
 def load_tokenizer(name: str) -> Any:

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from decode.tree import Tree
 from train.batches import PackedBatch
-from train.features import StateSource
 from train.losses import Projection, Rows
+from train.states import StateSource
 
 MAX_RANK = 64
 """Ranks from here on are stored as this: outside every tree."""

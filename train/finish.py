@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from train.evaluate import Ranks, best_tree, collect_ranks, path_probabilities, simulate, summarize
-from train.features import StateSource
 from train.losses import Rows
 from train.progress import peak_bytes
+from train.states import StateSource
 from train.trainer import row_labels
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from train.data import encode_rows, load_chat_rows
-from train.features import FeatureStore, LiveStates, StateSource
+from train.states import FeatureStore, LiveStates, StateSource
 
 if TYPE_CHECKING:
     from medusa_heads.base import Base

@@ -28,11 +28,11 @@ from train.batches import plan_epoch, share_rows, steps_in_epoch
 from train.checkpoint import Interrupt, latest_checkpoint, load_checkpoint, save_checkpoint
 from train.config import TrainingConfig, load_config
 from train.data import held_out
-from train.features import LiveStates
 from train.finish import finish
 from train.losses import head_weights
 from train.progress import Meter, peak_memory
 from train.sources import open_source
+from train.states import LiveStates
 from train.trainer import MedusaTrainer, make_heads
 
 

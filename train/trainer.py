@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from medusa_heads.medusa import MedusaHeads
 from train.batches import PackedBatch
 from train.data import Example
-from train.features import choose_draft_ids
 from train.losses import LossSettings, Projection, Rows, chunked_loss
+from train.states import choose_draft_ids
 
 if TYPE_CHECKING:
     from medusa_heads.base import Base

@@ -7,16 +7,8 @@ import torch
 
 from tests.conftest import FAMILIES, tiny_base
 from train.data import Example
-from train.features import (
-    FeaturesError,
-    FeatureSettings,
-    FeatureStore,
-    LiveStates,
-    check_features,
-    choose_draft_ids,
-    estimate_bytes,
-    write_features,
-)
+from train.features import FeaturesError, FeatureSettings, estimate_bytes, write_features
+from train.states import FeatureStore, LiveStates, check_features, choose_draft_ids
 
 
 def random_examples(count=7, seed=0):
