@@ -33,15 +33,24 @@ class Prefix:
 
     cache: TreeCache | None = None
     ids: list[int] | None = None
+    drafter: Drafter | None = None
+    session: DraftSession | None = None
 
     def shared_length(self, prompt_ids: Sequence[int]) -> int:
-        """Tokens of the prompt whose keys are in the cache. The last one is always computed: its state is needed."""
+        """Tokens of the prompt that need not be computed again. The last one always is: its state is needed."""
         length = 0
         for ours, theirs in zip(self.ids or [], prompt_ids[:-1], strict=False):
             if ours != theirs:
                 break
             length += 1
         return length
+
+
+def _padded(mask: Tensor, nodes: int) -> Tensor:
+    """(n, n) → (nodes, nodes): what is added sees itself alone."""
+    padded = torch.eye(nodes, dtype=torch.bool)
+    padded[: len(mask), : len(mask)] = mask
+    return padded
 
 
 def likeliest(logits: Tensor) -> Tensor:
@@ -132,18 +141,31 @@ class _Call:
         self.results: dict[int, GenerationResult] = {}
         self.clock = Clock()
         self.layers = tuple(decoder.drafter.layers) if decoder.drafter else ()
-        self.session: DraftSession | None = decoder.drafter.start(len(prompts)) if decoder.drafter else None
+        self.session: DraftSession | None = None
         self.prefix = prefix
-        reused = prefix.shared_length(prompts[0]) if prefix is not None else 0
-        if prefix is not None and prefix.cache is not None:
-            self.cache = prefix.cache
-            self.cache.truncate(reused)
-            self.rows[0].stats.reused_tokens = reused
-        else:
+        if prefix is None or not self._resume(prefix, decoder.drafter):
             longest = max(len(p) + own.max_new_tokens for p, own in zip(prompts, settings, strict=True))
             self.cache = TreeCache(self.base.num_layers, len(prompts), longest + 64)
+            if decoder.drafter is not None:
+                self.session = decoder.drafter.start([row.draft_row for row in self.rows])
         if prefix is not None:
-            prefix.cache, prefix.ids = self.cache, None  # not whole again before the call has ended
+            # Not whole again before the call has ended.
+            prefix.cache, prefix.ids = self.cache, None
+            prefix.drafter, prefix.session = decoder.drafter, self.session
+
+    def _resume(self, prefix: Prefix, drafter: Drafter | None) -> bool:
+        """Takes over what a kept prefix shares with the prompt; False where it has nothing for this drafter."""
+        if prefix.cache is None or prefix.drafter is not drafter:
+            return False
+        row = self.rows[0]
+        reused = prefix.shared_length(row.ids)
+        self.cache = prefix.cache
+        self.cache.truncate(reused)
+        self.session = prefix.session
+        if self.session is not None:
+            self.session.resume(row.draft_row, reused)
+        row.stats.reused_tokens = reused
+        return True
 
     def _check_prompt(self, prompt: Sequence[int]) -> None:
         if len(prompt) == 0:
@@ -222,8 +244,9 @@ class _Call:
             settled = []
             for i, row in enumerate(self.rows):
                 laws = draft.laws[i] if draft.laws is not None else None
+                size = draft.trees[i].size
                 row.stats.base_forwards += 1
-                settled.append(self._settle(row, draft.trees[i], tokens[i], logits[i], choices, laws, i))
+                settled.append(self._settle(row, draft.trees[i], tokens[i, :size], logits[i, :size], choices, laws, i))
         with self.clock.stage("commit"):
             self._observe(output, draft.tokens, [path for path, _, _ in settled])
         report = []
@@ -249,8 +272,9 @@ class _Call:
             depths = torch.tensor(draft.trees[0].depths, device=device)
             ancestors = draft.trees[0].ancestor_mask.to(device)
         else:
-            depths = torch.tensor([tree.depths for tree in draft.trees], device=device)
-            ancestors = torch.stack([tree.ancestor_mask for tree in draft.trees]).to(device)
+            nodes = draft.tokens.shape[1]
+            depths = torch.tensor([tree.depths + (0,) * (nodes - tree.size) for tree in draft.trees], device=device)
+            ancestors = torch.stack([_padded(tree.ancestor_mask, nodes) for tree in draft.trees]).to(device)
         positions = self.cache.positions(depths)
         return self.base.forward(
             draft.tokens,
@@ -274,7 +298,7 @@ class _Call:
         """Verifies one row. Returns the path whose tokens the cache keeps, the tokens emitted, and how many of those
         were drafted."""
         tokens = torch.tensor([row.root]) if tokens is None else tokens
-        own = choices[index] if choices is not None and row.greedy_at_once else None
+        own = choices[index, : tree.size] if choices is not None and row.greedy_at_once else None
         verdict = row.verify(tree, tokens, logits, own, laws)
         kept = row.accept(tree, tokens, verdict, logits)
         return verdict.path[: len(kept)], kept, min(len(kept), len(verdict.path) - 1)

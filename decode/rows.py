@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from decode.drafters import DraftRow
 from decode.sampling import build_processors, node_law, node_scores
 from decode.settings import GenerationResult, GenerationSettings
 from decode.stats import Stats
@@ -68,6 +69,11 @@ class Row:
     def root(self) -> int:
         """The token emitted last, which the base has not seen yet."""
         return self.ids[-1]
+
+    @property
+    def draft_row(self) -> DraftRow:
+        """What the drafting session is told of the row."""
+        return DraftRow(tuple(self.ids), self.settings.draft_temperature, self.generator)
 
     @property
     def new_ids(self) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from transformers import LogitsProcessorList, StoppingCriteriaList
@@ -11,6 +12,10 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 from decode.sampling import SamplingParams
 from decode.stats import Stats
 from medusa_heads.errors import ConfigError
+
+DRAWN_FROM = 1.0
+"""Temperature from which drawn drafts beat the likeliest ones, measured on the embedded pair
+(docs/results/drafting_by_temperature.json)."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,10 @@ class GenerationSettings:
     then only says whether to sample (temperature above 0)."""
     stopping_criteria: StoppingCriteriaList | None = None
     """Asked once after each token, with the row's ids so far (1, L), and with `output_scores` its scores."""
+    drafting: Literal["auto", "likeliest", "sampled"] = "auto"
+    """Whether the children of a node are the drafter's likeliest tokens or drawn from its law; both are exact. Auto
+    draws from `DRAWN_FROM` upward, where drawn ones are accepted more often (docs/exactness.md). A greedy request takes
+    the likeliest, and so does every drafter without a law."""
     output_logits: bool = False
     """Keep the base's float32 logits, before any processor, of each new token."""
     output_scores: bool = False
@@ -41,6 +50,16 @@ class GenerationSettings:
             raise ConfigError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
         if any(not s for s in self.stop):
             raise ConfigError("a stop string must not be empty")
+        if self.drafting not in ("auto", "likeliest", "sampled"):
+            raise ConfigError(f"drafting must be auto, likeliest or sampled, not {self.drafting!r}")
+
+    @property
+    def draft_temperature(self) -> float:
+        """The temperature at which drafts are drawn; 0: the likeliest tokens."""
+        temperature = self.sampling.temperature
+        if self.drafting == "likeliest" or (self.drafting == "auto" and temperature < DRAWN_FROM):
+            return 0.0
+        return temperature
 
 
 @dataclass

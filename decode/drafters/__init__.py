@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+import torch
 from torch import Tensor
 
 from decode.tree import Tree
@@ -22,37 +23,60 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class DraftRow:
+    """What a session is told of a row when a call begins."""
+
+    prompt_ids: Sequence[int]
+    temperature: float
+    """0: draft the likeliest tokens. Above: children may be drawn from softmax(logits ÷ temperature), and their law is
+    then handed over with them."""
+    generator: torch.Generator
+    """The row's own randomness, on the CPU; drafting and verification take turns with it."""
+
+
+@dataclass(frozen=True)
 class Draft:
     """What a session proposes for a round, for B rows."""
 
     trees: Sequence[Tree]
-    """One topology a row; all of one size N."""
+    """One topology a row; sizes may differ."""
     tokens: Tensor
-    """(B, N) token ids; node 0 is the row's root."""
-    laws: Tensor | None = None
-    """(B, N, V) float32: the law from which the children of each node were sampled without replacement; None where
-    the children are deterministic (the likeliest tokens)."""
+    """(B, N) token ids, N the size of the largest tree; node 0 is the row's root. What lies behind a smaller tree is
+    padding."""
+    laws: Sequence[Tensor | None] | None = None
+    """For each row (nodes, V) float32: the law from which the children of each node were drawn without replacement, in
+    the order of their ranks; None where the children are deterministic."""
 
 
 class DraftSession(Protocol):
     """The drafting state of one call of the decoder."""
 
     def observe(self, output: BaseOutput, tokens: Tensor, paths: Sequence[Sequence[int]]) -> None:
-        """Takes in what a forward pass of the base kept.
+        """Takes in what a forward pass of the base kept. Cheap: rounds without a draft pay for it too.
 
         Args:
-            output: states (B, T, h) of the pass.
+            output: states (B, T, h) of the pass; those asked for in `Drafter.layers` beside the last.
             tokens: (B, T), its input tokens.
             paths: for each row, the kept positions among the T, in text order; empty where a row kept nothing.
         """
         ...
 
-    def draft(self, roots: Sequence[int]) -> Draft:
-        """The next tree of each row; `roots` are the tokens emitted last, which the base has not seen yet."""
+    def draft(self, roots: Sequence[int], nodes: int | None = None) -> Draft:
+        """The next tree of each row.
+
+        Args:
+            roots: the tokens emitted last, which the base has not seen yet.
+            nodes: at most this many in a tree, the root included; None: as many as the drafter finds best.
+        """
         ...
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Forgets all rows but these."""
+        ...
+
+    def resume(self, row: DraftRow, length: int) -> None:
+        """Begins another call, of one row, behind the first `length` tokens of what the session has seen of its only
+        row; the rest is forgotten."""
         ...
 
 
@@ -62,7 +86,7 @@ class Drafter(Protocol):
     layers: Sequence[int]
     """States of the base that the sessions read beside the last (see `Base.forward`)."""
 
-    def start(self, batch_size: int) -> DraftSession: ...
+    def start(self, rows: Sequence[DraftRow]) -> DraftSession: ...
 
 
 def load_drafter(name: str | Path, base: Base, **options: object) -> Drafter:

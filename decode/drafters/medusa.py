@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from decode.drafters import Draft
+from decode.drafters import Draft, DraftRow
 from decode.tree import Tree
 from medusa_heads.base import BaseOutput
 from medusa_heads.errors import ConfigError, HeadsError
@@ -60,7 +60,7 @@ class MedusaDrafter:
         heads = MedusaHeads.from_pretrained(directory, base=base)
         return cls(heads, base, tree or tuned_tree(directory, base) or read_tree(directory))
 
-    def start(self, batch_size: int) -> MedusaSession:
+    def start(self, rows: Sequence[DraftRow]) -> MedusaSession:
         return MedusaSession(self)
 
     @torch.no_grad()
@@ -93,7 +93,7 @@ class MedusaSession:
             if path:
                 self.hidden[row] = states[row, path[-1]]
 
-    def draft(self, roots: Sequence[int]) -> Draft:
+    def draft(self, roots: Sequence[int], nodes: int | None = None) -> Draft:
         if self.hidden is None:
             raise RuntimeError("a draft was asked for before the base has seen a token")
         tree = self.drafter.tree
@@ -103,6 +103,9 @@ class MedusaSession:
     def keep_rows(self, rows: Sequence[int]) -> None:
         if self.hidden is not None:
             self.hidden = self.hidden[list(rows)]
+
+    def resume(self, row: DraftRow, length: int) -> None:
+        """Nothing is kept: the last prompt token is always shown anew, and its state is all that counts."""
 
 
 def read_tree(directory: Path) -> Tree:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from decode.drafters import Draft
+from decode.drafters import Draft, DraftRow
 from decode.tree import Tree
 from tests.conftest import VOCAB
 
@@ -25,8 +25,8 @@ class Oracle:
         self.right = right
         self.random = torch.Generator().manual_seed(seed)
 
-    def start(self, batch_size: int) -> OracleSession:
-        return OracleSession(self, batch_size)
+    def start(self, rows: Sequence[DraftRow]) -> OracleSession:
+        return OracleSession(self, len(rows))
 
     def continuation(self, text: list[int]) -> list[int]:
         """What follows a row's text; where a kept prefix was not shown again, `text` is the end of it alone."""
@@ -54,9 +54,12 @@ class OracleSession:
         for seen, row, path in zip(self.seen, tokens.tolist(), paths, strict=True):
             seen += [row[node] for node in path]
 
-    def draft(self, roots: Sequence[int]) -> Draft:
+    def draft(self, roots: Sequence[int], nodes: int | None = None) -> Draft:
         rows = [self.oracle.fill([*seen, root]) for seen, root in zip(self.seen, roots, strict=True)]
         return Draft([TREE] * len(rows), torch.tensor(rows))
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         self.seen = [self.seen[row] for row in rows]
+
+    def resume(self, row: DraftRow, length: int) -> None:
+        self.seen = [self.seen[0][:length]]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode.drafters import load_drafter
+from decode.drafters import DraftRow, load_drafter
 from decode.drafters.medusa import MedusaDrafter, read_tree
 from decode.tree import Tree
 from medusa_heads.base import Base, BaseOutput
@@ -101,10 +101,14 @@ def test_heads_follow_the_bases_dtype_and_are_left_as_they_were(dtype: torch.dty
     assert {p.dtype for p in heads.parameters()} == {torch.float32}
 
 
+def rows(count: int) -> list[DraftRow]:
+    return [DraftRow((1,), 0.0, torch.Generator())] * count
+
+
 def test_a_session_drafts_from_the_state_of_the_last_kept_token() -> None:
     base = tiny_base()
     drafter = MedusaDrafter(random_heads(base), base, TREE)
-    session = drafter.start(2)
+    session = drafter.start(rows(2))
     with pytest.raises(RuntimeError, match="before the base has seen a token"):
         session.draft([1, 2])
     first, second = torch.randn(2, 6, 32), torch.randn(2, 6, 32)
@@ -121,7 +125,7 @@ def test_a_session_drafts_from_the_state_of_the_last_kept_token() -> None:
 def test_sessions_of_one_drafter_share_nothing() -> None:
     base = tiny_base()
     drafter = MedusaDrafter(random_heads(base), base, TREE)
-    sessions = [drafter.start(1), drafter.start(1)]
+    sessions = [drafter.start(rows(1)), drafter.start(rows(1))]
     states = [torch.randn(1, 2, 32), torch.randn(1, 2, 32)]
     for session, state in zip(sessions, states, strict=True):
         session.observe(BaseOutput(state), torch.zeros(1, 2), [[0, 1]])

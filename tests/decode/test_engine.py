@@ -72,14 +72,14 @@ class Oracle:
         self.text = prompt + truth
         self.seen = 0
 
-    def start(self, batch_size: int) -> Oracle:
+    def start(self, rows: list[object]) -> Oracle:
         self.seen = 0
         return self
 
     def observe(self, output: object, tokens: torch.Tensor, paths: list[list[int]]) -> None:
         self.seen += len(paths[0])
 
-    def draft(self, roots: list[int]) -> object:
+    def draft(self, roots: list[int], nodes: int | None = None) -> object:
         from decode.drafters import Draft
 
         nxt = [*self.text[self.seen + 1 : self.seen + 4], 0, 0, 0][:3]
@@ -87,6 +87,8 @@ class Oracle:
         return Draft([self.tree], torch.tensor([[roots[0], wrong, nxt[0], nxt[1], nxt[1], nxt[2]]]))
 
     def keep_rows(self, rows: list[int]) -> None: ...
+
+    def resume(self, row: object, length: int) -> None: ...
 
 
 def test_plain_decoding_counts_one_pass_a_token(base: Base) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from decode import rows, verify
-from decode.drafters import Draft
+from decode.drafters import Draft, DraftRow
 from decode.drafters.medusa import MedusaDrafter
 from decode.engine import Decoder
 from decode.sampling import SamplingParams, build_processors
@@ -77,7 +77,7 @@ class SamplingDrafter:
         self.table = torch.softmax(2.0 * torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator()), dim=-1)
         self.generator = torch.Generator().manual_seed(3)
 
-    def start(self, batch_size: int) -> SamplingDrafter:
+    def start(self, rows: Sequence[DraftRow]) -> SamplingDrafter:
         return self
 
     def observe(self, output: BaseOutput, tokens: Tensor, paths: Sequence[Sequence[int]]) -> None:
@@ -86,7 +86,10 @@ class SamplingDrafter:
     def keep_rows(self, rows: Sequence[int]) -> None:
         pass
 
-    def draft(self, roots: Sequence[int]) -> Draft:
+    def resume(self, row: DraftRow, length: int) -> None:
+        pass
+
+    def draft(self, roots: Sequence[int], nodes: int | None = None) -> Draft:
         tokens = torch.tensor([[root] * TREE.size for root in roots])
         for row in tokens:
             for node, children in enumerate(TREE.children):
@@ -94,7 +97,7 @@ class SamplingDrafter:
                     row[list(children)] = torch.tensor(
                         draw_siblings(self.table[row[node]], len(children), self.generator)
                     )
-        return Draft([TREE] * len(roots), tokens, self.table[tokens])
+        return Draft([TREE] * len(roots), tokens, list(self.table[tokens]))
 
 
 def uniforms(base: Base, prompt: list[int], texts: Sequence[list[int]], sampling: SamplingParams) -> np.ndarray:
