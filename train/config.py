@@ -50,10 +50,17 @@ class FeaturesConfig:
 
 @dataclass(frozen=True)
 class HeadsConfig:
-    family: Literal["medusa"] = "medusa"
+    family: Literal["medusa", "hydra", "eagle"] = "medusa"
     num_heads: int = 4
+    """Of Medusa and Hydra. An EAGLE head goes as deep as it is asked; `loss.unroll` says how deep it is trained."""
     num_layers: int = 1
-    """Residual blocks in each head."""
+    """Layers of each Medusa or Hydra head."""
+    prefix_attention: bool = False
+    """Hydra: a decoder layer over the base's states before the heads read them."""
+    version: Literal[1, 3] = 1
+    """EAGLE: 1 reads the last state, 3 the fused states of several layers."""
+    layers: tuple[int, ...] | None = None
+    """EAGLE-3: the layers whose entering states are fused; null: a low, a middle and a high one, as published."""
     own_projection: bool = False
     """Train a vocabulary projection for each head instead of sharing the base's."""
     draft_vocab_size: int | None = None
@@ -66,8 +73,19 @@ class LossConfig:
     """Between hard labels (0) and the base's own distribution (1)."""
     teacher_temperature: float = 1.0
     """Of the teacher's softmax; below 1 sharpens it."""
+    acceptance_weight: float = 0.0
+    """Share of the loss that looks at acceptance itself, Σ min(p, q) over the draft's law p and the base's q. The
+    rest is divided as `teacher_weight` says."""
+    acceptance: Literal["total_variation", "log"] = "total_variation"
+    """1 − Σ min(p, q), or −log Σ min(p, q)."""
+    feature_weight: float = 0.0
+    """EAGLE-1: of SmoothL1 between the head's states and the base's, beside a token loss of weight 1."""
+    feature_noise: float = 0.0
+    """EAGLE: width of the uniform noise on the states that a head reads in training."""
+    unroll: int = 1
+    """EAGLE: steps that a head is trained to go on by its own states."""
     head_decay: float = 0.8
-    """Head i is weighted head_decay^i."""
+    """Head i, or unrolled step i, is weighted head_decay^i."""
     chunk_positions: int = 128
     """Positions whose logits stand in memory at once."""
     sampled_rows: int | None = None
@@ -131,12 +149,34 @@ class TrainingConfig:
         for name in ("epochs", "positions_per_step", "gradient_accumulation_steps", "log_every", "checkpoint_every"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if not 0.0 <= self.loss.teacher_weight <= 1.0:
-            raise ConfigError(f"loss.teacher_weight must lie in [0, 1], not {self.loss.teacher_weight}")
+        for name in ("teacher_weight", "acceptance_weight"):
+            if not 0.0 <= getattr(self.loss, name) <= 1.0:
+                raise ConfigError(f"loss.{name} must lie in [0, 1], not {getattr(self.loss, name)}")
+        for name in ("feature_weight", "feature_noise"):
+            if getattr(self.loss, name) < 0.0:
+                raise ConfigError(f"loss.{name} must not be negative, but is {getattr(self.loss, name)}")
+        if self.loss.unroll < 1:
+            raise ConfigError(f"loss.unroll must be at least 1, not {self.loss.unroll}")
+        self._check_family()
         if not 0.0 <= self.data.held_out < 1.0:
             raise ConfigError(f"data.held_out must lie in [0, 1), not {self.data.held_out}")
         if self.loss.sampled_rows is not None and self.heads.own_projection:
             raise ConfigError("loss.sampled_rows needs the shared projection: heads.own_projection is true")
+
+    def _check_family(self) -> None:
+        """Settings of one family are refused for another, where they would do nothing."""
+        heads, loss = self.heads, self.loss
+        belongs: dict[str, tuple[bool, bool]] = {
+            "heads.prefix_attention": (heads.prefix_attention, heads.family == "hydra"),
+            "heads.layers": (heads.layers is not None, heads.family == "eagle" and heads.version == 3),
+            "loss.unroll": (loss.unroll > 1, heads.family == "eagle"),
+            "loss.feature_noise": (loss.feature_noise > 0, heads.family == "eagle"),
+            "loss.feature_weight": (loss.feature_weight > 0, heads.family == "eagle" and heads.version == 1),
+        }
+        for name, (given, allowed) in belongs.items():
+            if given and not allowed:
+                version = f" version {heads.version}" if heads.family == "eagle" else ""
+                raise ConfigError(f"{name} does not belong to heads of family {heads.family}{version}")
 
     @property
     def run_directory(self) -> Path:
