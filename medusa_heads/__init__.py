@@ -6,13 +6,32 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from medusa_heads.base import Base
-    from medusa_heads.config import MedusaConfig
+    from medusa_heads.config import EagleConfig, HydraConfig, MedusaConfig
+    from medusa_heads.eagle import EagleHeads
+    from medusa_heads.families import load_heads
     from medusa_heads.medusa import MedusaHeads
 
 __version__ = "0.1.0"
-__all__ = ["Base", "MedusaConfig", "MedusaHeads", "__version__"]
+__all__ = [
+    "Base",
+    "EagleConfig",
+    "EagleHeads",
+    "HydraConfig",
+    "MedusaConfig",
+    "MedusaHeads",
+    "__version__",
+    "load_heads",
+]
 
-_HOMES = {"Base": "base", "MedusaConfig": "config", "MedusaHeads": "medusa"}
+_HOMES = {
+    "Base": "base",
+    "EagleConfig": "config",
+    "EagleHeads": "eagle",
+    "HydraConfig": "config",
+    "MedusaConfig": "config",
+    "MedusaHeads": "medusa",
+    "load_heads": "families",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -48,6 +48,8 @@ class Base:
         self.layer_kinds = _layer_kinds(self.config)
         self.sliding_window: int | None = getattr(self.config, "sliding_window", None)
         self._decoder = model.get_decoder()
+        self.parameter_names = tuple(name for name, _ in self._decoder.named_parameters())
+        """Of the decoder as it was loaded: packing hides some."""
         self._projection: nn.Module = model.get_output_embeddings()
         if self._projection is None:
             raise UnsupportedModelError(f"{type(model).__name__} has no output embeddings to draft or verify with")
@@ -128,6 +130,12 @@ class Base:
         """(V,) or None."""
         bias = getattr(self._projection, "bias", None)
         return None if bias is None else bias.detach()
+
+    @property
+    def final_norm(self) -> nn.Module | None:
+        """The norm whose output is the last hidden state; None where the decoder has none of its own."""
+        children = list(self._decoder.named_children())
+        return next((module for name, module in reversed(children) if "norm" in name or name == "ln_f"), None)
 
     @property
     def query_groups(self) -> int:

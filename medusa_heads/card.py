@@ -9,7 +9,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from medusa_heads.config import MedusaConfig
+from medusa_heads.config import EagleConfig, HeadsConfig, HydraConfig, MedusaConfig
 
 TEMPLATE = """---
 {{ card_data }}
@@ -17,7 +17,7 @@ TEMPLATE = """---
 
 # {{ title }}
 
-{{ num_heads }} Medusa heads of {{ num_layers }} residual block{{ "s" if num_layers != 1 else "" }} for `{{ base }}`
+{{ what }} for `{{ base }}`
 {%- if revision %} at revision `{{ revision }}`{% endif %}, trained with medusa-heads on text that the base wrote
 itself. They propose tokens; the base decides. Decoded with medusa-heads, the text has the law of the base alone.
 
@@ -37,16 +37,16 @@ medusa-decode generate --base {{ base }} --heads {{ repo or "PATH" }} "Why is th
 ```
 
 ```python
-from medusa_heads import Base, MedusaHeads
+from medusa_heads import Base, load_heads
 
 base = Base.load("{{ base }}")
-heads = MedusaHeads.from_pretrained("{{ repo or "PATH" }}", base=base)
+heads = load_heads("{{ repo or "PATH" }}", base=base)
 ```
 """
 
 
 def model_card(
-    config: MedusaConfig,
+    config: HeadsConfig,
     num_parameters: int,
     *,
     base_parameters: int | None = None,
@@ -61,17 +61,16 @@ def model_card(
     data = ModelCardData(
         library_name="medusa-heads",
         base_model=base if _is_repository(base) else None,
-        tags=["medusa-heads", "medusa", "speculative-decoding"],
+        tags=["medusa-heads", config.family, "speculative-decoding"],
         pipeline_tag="text-generation",
     )
     card = ModelCard.from_template(
         data,
         template_str=TEMPLATE,
-        title=f"Medusa heads for {base}",
+        title=f"{_family(config)} heads for {base}",
         base=base,
         revision=config.base_revision,
-        num_heads=config.num_heads,
-        num_layers=config.num_layers,
+        what=describe(config),
         parameters=f"{num_parameters:,}",
         share=share,
         projection=projection,
@@ -79,6 +78,30 @@ def model_card(
         repo=repo,
     )
     return str(card)
+
+
+def _family(config: HeadsConfig) -> str:
+    if isinstance(config, EagleConfig):
+        return "EAGLE-3" if config.version == 3 else "EAGLE"
+    return config.family.capitalize()
+
+
+def describe(config: HeadsConfig) -> str:
+    """What heads are, in a few words."""
+    name = _family(config)
+    if isinstance(config, MedusaConfig):
+        return f"{config.num_heads} {name} heads of {config.num_layers} residual block{_plural(config.num_layers)}"
+    if isinstance(config, HydraConfig):
+        attention = ", with prefix attention," if config.prefix_attention else ""
+        return f"{config.num_heads} {name} heads of {config.num_layers} layer{_plural(config.num_layers)}{attention}"
+    fused = ""
+    if isinstance(config, EagleConfig) and config.layers:
+        fused = f" over the states that enter layers {', '.join(map(str, config.layers))}"
+    return f"One {name} draft layer{fused}"
+
+
+def _plural(count: int) -> str:
+    return "" if count == 1 else "s"
 
 
 def _is_repository(name: str) -> bool:

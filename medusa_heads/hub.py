@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from medusa_heads.config import MedusaConfig
+from medusa_heads.config import HeadsConfig, config_from_dict
 from medusa_heads.errors import ConfigError, HeadsError
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
-def read_config(directory: Path) -> MedusaConfig:
+def read_config(directory: Path) -> HeadsConfig:
     """The config of a heads' directory."""
     path = directory / CONFIG
     if not path.is_file():
@@ -101,7 +101,7 @@ def read_config(directory: Path) -> MedusaConfig:
     except ValueError as error:
         raise HeadsError(f"{path} is not JSON: {error}") from None
     try:
-        return MedusaConfig.from_dict(data)
+        return config_from_dict(data)
     except (ConfigError, TypeError) as error:
         raise HeadsError(f"{path}: {error}") from None
 
@@ -133,7 +133,7 @@ def load_exact(module: nn.Module, tensors: Mapping[str, Tensor], where: str) -> 
     module.load_state_dict(dict(tensors), assign=True)
 
 
-def check_base(config: MedusaConfig, base: Base, check_weights: bool = True) -> None:
+def check_base(config: HeadsConfig, base: Base, check_weights: bool = True) -> None:
     """Raises HeadsError, naming both sides, unless the heads were trained on this base."""
     ours = base.fingerprint()
     names = ["hidden_size", "vocab_size", "tokenizer_hash"] + (["weights_hash"] if check_weights else [])
@@ -175,7 +175,7 @@ def _put_in_place(made: Path, target: Path) -> None:
 class HeadsHubMixin(ModelHubMixin, library_name="medusa-heads", tags=["medusa-heads", "speculative-decoding"]):
     """`from_pretrained`, `save_pretrained` and `push_to_hub` for heads."""
 
-    config: MedusaConfig
+    config: HeadsConfig
 
     def check_loaded(self) -> None:
         """Raises ValueError where loaded tensors fit the config in shape but not in content."""
@@ -213,6 +213,9 @@ class HeadsHubMixin(ModelHubMixin, library_name="medusa-heads", tags=["medusa-he
             force_download=force_download,
         )
         config = read_config(directory)
+        ours = getattr(cls, "config_class", None)
+        if ours is not None and not isinstance(config, ours):
+            raise HeadsError(f"{directory} holds {config.family} heads, which {cls.__name__} does not read")
         if base is not None:
             check_base(config, base, check_weights)
         heads = cls(config)

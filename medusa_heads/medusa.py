@@ -41,6 +41,9 @@ class ResidualBlock(nn.Module):
 class MedusaHeads(nn.Module, HeadsHubMixin):
     """k heads of L residual blocks."""
 
+    config: MedusaConfig
+    config_class = MedusaConfig
+
     draft_ids: Tensor | None
     """(draft_vocab_size,) vocabulary rows that the heads draft from, most frequent first; None: all rows."""
 

@@ -40,7 +40,7 @@ def test_the_text_holds_the_facts() -> None:
     assert "| τ | 2.31 |" in text
     assert "| vocabulary projection | the base's |" in text
     assert 'medusa-decode generate --base org/base --heads me/heads "' in text
-    assert 'MedusaHeads.from_pretrained("me/heads", base=base)' in text
+    assert 'load_heads("me/heads", base=base)' in text
 
 
 def test_the_projection_is_described() -> None:

@@ -231,10 +231,10 @@ def test_damaged_weights(saved: Path, kind: str) -> None:
     [
         (b"{", "is not JSON"),
         (b"\xff\xfe\x00", "is not JSON"),
-        (b"[]", "not a config of Medusa heads"),
-        (b'["abc"]', "not a config of Medusa heads"),
-        (b"3", "not a config of Medusa heads"),
-        (b'{"model_type": "llama"}', "not a config of Medusa heads"),
+        (b"[]", "not a config of heads"),
+        (b'["abc"]', "not a config of heads"),
+        (b"3", "not a config of heads"),
+        (b'{"model_type": "llama"}', "not a config of heads"),
         (None, "has no config.json: not a directory of heads"),
     ],
 )
