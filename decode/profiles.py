@@ -1,7 +1,8 @@
 """Trees tuned to a machine: kept in the user's cache, found again by machine, heads, base and dtype.
 
 `medusa-decode tune` writes a profile; loading heads without a tree of one's own takes the profile's, else the tree that
-training chose.
+training chose. A profile holds one choice: `"tree"`, a static tree, or `"dynamic"`, the limits within which a drafter
+grows a tree of its own each round.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import hashlib
 import json
 import os
 import tempfile
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +25,28 @@ if TYPE_CHECKING:
     from medusa_heads.base import Base
 
 MACHINE_KEYS = ("processor", "cores", "threads", "system", "device")
+
+
+@dataclass(frozen=True)
+class DynamicTree:
+    """Limits of a tree that a drafter grows anew each round."""
+
+    depth: int
+    """Drafted tokens ahead, at most."""
+    width: int
+    """Nodes of one depth that are expanded, at most."""
+    nodes: int
+    """Nodes that the base verifies, the root included, at most."""
+
+    def __post_init__(self) -> None:
+        if any(type(value) is not int or value < 1 for value in asdict(self).values()):
+            raise ConfigError(f"depth, width and nodes of a dynamic tree are integers from 1 on, not {self}")
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> DynamicTree:
+        if set(data) != {"depth", "width", "nodes"}:
+            raise ConfigError(f"a dynamic tree has the keys depth, width and nodes, not {sorted(data)}")
+        return cls(**data)
 
 
 def profile_key(directory: Path, base: Base) -> dict[str, Any]:
@@ -45,29 +69,51 @@ def profile_path(key: dict[str, Any]) -> Path:
     return cache_dir() / "profiles" / f"{digest}.json"
 
 
-def write_profile(directory: Path, base: Base, tree: Tree, facts: dict[str, Any]) -> Path:
-    """Keeps a tree and what led to it. The file appears whole or not at all."""
+def write_profile(directory: Path, base: Base, choice: Tree | DynamicTree, facts: dict[str, Any]) -> Path:
+    """Keeps a choice and what led to it. The file appears whole or not at all."""
     key = profile_key(directory, base)
     path = profile_path(key)
+    chosen = {"tree": choice.to_dict()} if isinstance(choice, Tree) else {"dynamic": asdict(choice)}
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, scratch = tempfile.mkstemp(prefix=f".{path.stem}-", dir=path.parent)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump({"key": key, "tree": tree.to_dict(), **facts}, file, indent=1)
+            json.dump({"key": key, **facts, **chosen}, file, indent=1)
         os.replace(scratch, path)
     finally:
         Path(scratch).unlink(missing_ok=True)
     return path
 
 
-def tuned_tree(directory: Path, base: Base) -> Tree | None:
-    """The tree tuned for these heads on this machine; None where none was. A damaged profile is an error."""
+def read_profile(directory: Path, base: Base) -> Tree | DynamicTree | None:
+    """What was tuned for these heads on this machine; None where nothing was. A damaged profile is an error."""
     path = profile_path(profile_key(directory, base))
     if not path.is_file():
         return None
     try:
-        return Tree.from_dict(json.loads(path.read_text(encoding="utf-8"))["tree"])
+        profile = json.loads(path.read_text(encoding="utf-8"))
+        if "dynamic" in profile:
+            return DynamicTree.from_dict(profile["dynamic"])
+        return Tree.from_dict(profile["tree"])
     except (ValueError, KeyError, TypeError, ConfigError) as error:
         raise HeadsError(
             f"the profile {path} is damaged ({error}): delete it, or run medusa-decode tune again"
         ) from None
+
+
+def tuned_tree(directory: Path, base: Base) -> Tree | None:
+    """The static tree of the profile; None where there is no profile. Limits in its place are an error: whoever asks
+    cannot grow a tree."""
+    choice = read_profile(directory, base)
+    if isinstance(choice, DynamicTree):
+        raise HeadsError(f"the profile of {directory} has no tree but limits of a dynamic one: tune it again")
+    return choice
+
+
+def tuned_limits(directory: Path, base: Base) -> DynamicTree | None:
+    """The limits of the profile for a drafter that grows its trees; None where there is no profile. A static tree in
+    their place is an error."""
+    choice = read_profile(directory, base)
+    if isinstance(choice, Tree):
+        raise HeadsError(f"the profile of {directory} has a static tree, not limits of a dynamic one: tune it again")
+    return choice

@@ -12,7 +12,15 @@ from typer.testing import CliRunner
 
 from decode.cli.app import app
 from decode.drafters.medusa import MedusaDrafter
-from decode.profiles import profile_key, profile_path, tuned_tree, write_profile
+from decode.profiles import (
+    DynamicTree,
+    profile_key,
+    profile_path,
+    read_profile,
+    tuned_limits,
+    tuned_tree,
+    write_profile,
+)
 from decode.tree import Tree
 from medusa_heads.base import Base
 from medusa_heads.errors import HeadsError
@@ -48,6 +56,30 @@ def test_a_tuned_tree_is_taken_by_default_and_a_given_one_wins(base: Base, tmp_p
     assert json.loads(path.read_text())["nodes"] == 4 and [p.name for p in path.parent.iterdir()] == [path.name]
     assert MedusaDrafter.from_pretrained(heads, base).tree == TUNED
     assert MedusaDrafter.from_pretrained(heads, base, tree=Tree.chain(2)).tree == Tree.chain(2)
+
+
+def test_limits_of_a_dynamic_tree_are_kept_alike(base: Base, tmp_path: Path) -> None:
+    heads, limits = saved_heads(base, tmp_path / "heads"), DynamicTree(depth=5, width=4, nodes=16)
+    assert tuned_limits(heads, base) is None and tuned_tree(heads, base) is None
+    path = write_profile(heads, base, limits, {"measured": 1.5})
+    assert json.loads(path.read_text())["dynamic"] == {"depth": 5, "width": 4, "nodes": 16}
+    assert tuned_limits(heads, base) == limits == read_profile(heads, base)
+    with pytest.raises(HeadsError, match="limits of a dynamic one"):
+        tuned_tree(heads, base)
+    write_profile(heads, base, TUNED, {})
+    with pytest.raises(HeadsError, match="static tree"):
+        tuned_limits(heads, base)
+
+
+@pytest.mark.parametrize("wrong", ({"depth": 0}, {"width": True}, {"nodes": 2.5}, {"deep": 3}))
+def test_wrong_limits_are_refused(base: Base, tmp_path: Path, wrong: dict[str, Any]) -> None:
+    heads = saved_heads(base, tmp_path / "heads")
+    path = write_profile(heads, base, DynamicTree(2, 2, 4), {})
+    profile = json.loads(path.read_text())
+    profile["dynamic"] |= wrong
+    path.write_text(json.dumps(profile))
+    with pytest.raises(HeadsError, match="damaged"):
+        read_profile(heads, base)
 
 
 def test_other_heads_another_dtype_and_other_threads_have_profiles_of_their_own(tmp_path: Path) -> None:
