@@ -292,7 +292,7 @@ class _Call:
         tokens: Tensor | None,
         logits: Tensor,
         choices: Tensor | None = None,
-        laws: Tensor | None = None,
+        laws: Tensor | Sequence[Tensor | None] | None = None,
         index: int = 0,
     ) -> tuple[list[int], list[int], int]:
         """Verifies one row. Returns the path whose tokens the cache keeps, the tokens emitted, and how many of those

@@ -123,14 +123,19 @@ def accept_or_resample(
 
 
 def verify_sampled(
-    tree: Tree, tokens: Tensor, draft_law: Sequence[Tensor] | Tensor, law: Law, generator: torch.Generator | Chooser
+    tree: Tree,
+    tokens: Tensor,
+    draft_law: Sequence[Tensor | None] | Tensor,
+    law: Law,
+    generator: torch.Generator | Chooser,
 ) -> Verdict:
     """Exact for siblings sampled without replacement: reject in turn, with the residual after each sibling.
 
     tokens (N,): the children of node n, by rank 0, 1, …, are the draws of `draw_siblings` from draft_law[n]; a missing
     rank is an error. Nodes of one depth may share the draws (a head that does not see the path), since a round visits
     one node a depth.
-    draft_law (N, V): row n is the law q those draws had; rows of leaves are not read.
+    draft_law (N, V), or (V,) by node: that of node n is the law q those draws had; those of leaves are not read and
+    may be None.
 
     At a node the j-th child x is accepted with probability min(1, p(x)/q(x)), where p is the law left by the rejected
     siblings before it (at first the base's) and q the draft law without their tokens, renormalised; on rejection p
@@ -145,7 +150,7 @@ def verify_sampled(
         node = path[-1]
         p = _target_law(law, node)
         children = tree.children[node]
-        q = as_law(draft_law[node], f"the draft law at node {node}", size=len(p)) if children else p
+        q = _draft_law(draft_law[node], node, len(p)) if children else p
         for draw, child in enumerate(children):
             if tree.ranks[child] != draw:
                 raise ValueError(f"node {child} has rank {tree.ranks[child]} but is draw {draw} of its siblings")
@@ -270,6 +275,12 @@ def _require_support(q: Tensor, token: int, name: str) -> None:
 
 def _target_law(law: Law, node: int) -> Tensor:
     return as_law(law(node), f"the target law at node {node}")
+
+
+def _draft_law(law: Tensor | None, node: int, size: int) -> Tensor:
+    if law is None:
+        raise ValueError(f"node {node} has children drawn from a law, but no draft law is given for it")
+    return as_law(law, f"the draft law at node {node}", size=size)
 
 
 def _per_node(tree: Tree, values: Tensor, name: str) -> list[int]:

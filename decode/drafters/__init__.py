@@ -43,9 +43,10 @@ class Draft:
     tokens: Tensor
     """(B, N) token ids, N the size of the largest tree; node 0 is the row's root. What lies behind a smaller tree is
     padding."""
-    laws: Sequence[Tensor | None] | None = None
-    """For each row (nodes, V) float32: the law from which the children of each node were drawn without replacement, in
-    the order of their ranks; None where the children are deterministic."""
+    laws: Sequence[Tensor | Sequence[Tensor | None] | None] | None = None
+    """For each row the law from which the children of each node were drawn without replacement, in the order of their
+    ranks: (nodes, V) float32, or by node (V,), in which nodes may share memory and leaves have None; None for a row
+    whose drafts are deterministic."""
 
 
 class DraftSession(Protocol):

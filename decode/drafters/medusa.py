@@ -1,4 +1,9 @@
-"""Drafting with Medusa heads: one static tree, filled anew each round with each head's likeliest tokens."""
+"""Drafting with Medusa heads: one static tree, filled anew each round.
+
+The nodes of a depth take their tokens from one head, by rank: its likeliest tokens, or, for a row that is to be drafted
+by drawing, tokens drawn from softmax(logits / temperature) one after the other without replacement. A head does not see
+the path, so the nodes of a depth share one list of draws; docs/exactness.md proves that this is exact.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +18,7 @@ from torch import Tensor, nn
 
 from decode.drafters import Draft, DraftRow
 from decode.tree import Tree
+from decode.verify import draw_siblings
 from medusa_heads.base import BaseOutput
 from medusa_heads.errors import ConfigError, HeadsError
 from medusa_heads.hub import heads_directory
@@ -42,10 +48,8 @@ class MedusaDrafter:
         self._project = _projection(heads, base, tree.depth)
         if can_prepack(base.device, base.dtype):
             pack_linears(self.blocks, keep=None)
-        self.ranks = 1 + max(tree.ranks)
-        below_root = range(1, tree.size)
-        self._depth_index = torch.tensor([tree.depths[n] - 1 for n in below_root], device=base.device, dtype=torch.long)
-        self._rank_index = torch.tensor([tree.ranks[n] for n in below_root], device=base.device, dtype=torch.long)
+        self.device = base.device
+        self._shapes: dict[int | None, _Shape] = {}
 
     @classmethod
     def from_pretrained(
@@ -61,28 +65,80 @@ class MedusaDrafter:
         return cls(heads, base, tree or tuned_tree(directory, base) or read_tree(directory))
 
     def start(self, rows: Sequence[DraftRow]) -> MedusaSession:
-        return MedusaSession(self)
+        return MedusaSession(self, rows)
+
+    def shape(self, nodes: int | None = None) -> _Shape:
+        """The tree, or what `Tree.pruned` leaves of it where it has more than `nodes` nodes."""
+        if nodes not in self._shapes:
+            tree = self.tree if nodes is None else self.tree.pruned(nodes)
+            self._shapes[nodes] = _Shape(tree, self.device)
+        return self._shapes[nodes]
 
     @torch.no_grad()
-    def candidates(self, hidden_states: Tensor) -> Tensor:
-        """Each head's likeliest tokens, best first: (B, h) → (B, depth, ranks)."""
-        states = torch.stack([block(hidden_states) for block in self.blocks], dim=1)
-        best = self._project(states).topk(self.ranks, dim=-1).indices
-        return best if self.draft_ids is None else self.draft_ids[best]
+    def logits(self, hidden_states: Tensor, depth: int) -> Tensor:
+        """Of the first `depth` heads, over the vocabulary that they draft from: (B, h) → (B, depth, rows)."""
+        states = [block(hidden_states) for _, block in zip(range(depth), self.blocks, strict=False)]
+        return self._project(torch.stack(states, dim=1))
 
-    def fill(self, hidden_states: Tensor, roots: Tensor) -> Tensor:
-        """Tokens of the tree's nodes: (B, h), (B,) → (B, N)."""
-        if self.tree.size == 1:
+    def likeliest(self, logits: Tensor, shape: _Shape) -> Tensor:
+        """Tokens of the nodes below the root, each the likeliest of its rank: (B, depth, rows) → (B, N - 1)."""
+        best = logits.topk(1 + max(shape.tree.ranks), dim=-1).indices
+        best = best if self.draft_ids is None else self.draft_ids[best]
+        return best[:, shape.depth_index, shape.rank_index]
+
+    def fill(self, hidden_states: Tensor, roots: Tensor, shape: _Shape | None = None) -> Tensor:
+        """Tokens of all nodes, the likeliest ones below the root: (B, h), (B,) → (B, N)."""
+        shape = shape or self.shape()
+        if shape.tree.size == 1:
             return roots[:, None]
-        drafted = self.candidates(hidden_states)[:, self._depth_index, self._rank_index]
+        drafted = self.likeliest(self.logits(hidden_states, shape.tree.depth), shape)
         return torch.cat((roots[:, None], drafted), dim=1)
+
+    def draw(
+        self, logits: Tensor, shape: _Shape, temperature: float, generator: torch.Generator
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """Tokens of the nodes below the root of `shape.drawn`, drawn from softmax(logits / temperature) in float32.
+
+        Args:
+            logits: (depth, rows) of one row.
+
+        Returns:
+            (N - 1,) token ids on the CPU; and for each node the law (V,) of its children, None for leaves. Nodes of one
+            depth share their law's memory.
+        """
+        laws = torch.softmax(logits.float() / temperature, dim=-1).to("cpu")
+        draws = [draw_siblings(law, width, generator) for law, width in zip(laws, shape.widths, strict=True)]
+        ids = torch.tensor([draws[d][r] for d, r in shape.places], dtype=torch.long)
+        if self.draft_ids is not None:
+            rows = self.draft_ids.to("cpu")
+            ids = rows[ids]
+            laws = laws.new_zeros(len(laws), self.heads.config.vocab_size).index_copy_(1, rows, laws)
+        by_node = zip(shape.drawn.depths, shape.drawn.children, strict=True)
+        return ids, [laws[depth] if children else None for depth, children in by_node]
+
+
+class _Shape:
+    """A tree, and what filling it needs to know."""
+
+    def __init__(self, tree: Tree, device: torch.device):
+        self.tree = tree
+        self.drawn = tree.in_drawing_order()
+        """The tree of rows that are drafted by drawing."""
+        below_root = range(1, tree.size)
+        self.depth_index = torch.tensor([tree.depths[n] - 1 for n in below_root], device=device, dtype=torch.long)
+        self.rank_index = torch.tensor([tree.ranks[n] for n in below_root], device=device, dtype=torch.long)
+        self.places = [(self.drawn.depths[n] - 1, self.drawn.ranks[n]) for n in below_root]
+        """Head and draw of each node below the root."""
+        self.widths = [1 + max(rank for d, rank in self.places if d == depth) for depth in range(tree.depth)]
+        """How many tokens are drawn from each head."""
 
 
 class MedusaSession:
-    """State of one call: the base's hidden state at the last token it has seen, for each row."""
+    """State of one call: for each row, how it is drafted, and the base's hidden state at the last token it has seen."""
 
-    def __init__(self, drafter: MedusaDrafter):
+    def __init__(self, drafter: MedusaDrafter, rows: Sequence[DraftRow]):
         self.drafter = drafter
+        self.rows = list(rows)
         self.hidden: Tensor | None = None
 
     def observe(self, output: BaseOutput, tokens: Tensor, paths: Sequence[Sequence[int]]) -> None:
@@ -96,16 +152,32 @@ class MedusaSession:
     def draft(self, roots: Sequence[int], nodes: int | None = None) -> Draft:
         if self.hidden is None:
             raise RuntimeError("a draft was asked for before the base has seen a token")
-        tree = self.drafter.tree
+        drafter, shape = self.drafter, self.drafter.shape(nodes)
         ids = torch.tensor(list(roots), device=self.hidden.device)
-        return Draft([tree] * len(roots), self.drafter.fill(self.hidden, ids))
+        drawn = [i for i, row in enumerate(self.rows) if row.temperature > 0.0]
+        if not drawn or shape.tree.size == 1:
+            return Draft([shape.tree] * len(ids), drafter.fill(self.hidden, ids, shape))
+        logits = drafter.logits(self.hidden, shape.tree.depth)
+        tokens = ids[:, None].repeat(1, shape.tree.size)
+        if len(drawn) < len(self.rows):
+            tokens[:, 1:] = drafter.likeliest(logits, shape)
+        trees = [shape.tree] * len(ids)
+        laws: list[list[Tensor | None] | None] = [None] * len(ids)
+        for i in drawn:
+            row = self.rows[i]
+            below_root, laws[i] = drafter.draw(logits[i], shape, row.temperature, row.generator)
+            tokens[i, 1:] = below_root.to(tokens.device)
+            trees[i] = shape.drawn
+        return Draft(trees, tokens, laws)
 
     def keep_rows(self, rows: Sequence[int]) -> None:
+        self.rows = [self.rows[row] for row in rows]
         if self.hidden is not None:
             self.hidden = self.hidden[list(rows)]
 
     def resume(self, row: DraftRow, length: int) -> None:
-        """Nothing is kept: the last prompt token is always shown anew, and its state is all that counts."""
+        """No state is kept: the last prompt token is always shown anew, and its state is all that counts."""
+        self.rows, self.hidden = [row], None
 
 
 def read_tree(directory: Path) -> Tree:
@@ -120,21 +192,23 @@ def read_tree(directory: Path) -> Tree:
 
 
 class _EachOwn(nn.Module):
-    """A projection a head: (B, depth, h) → (B, depth, rows)."""
+    """A projection a head: (B, depth, h) → (B, depth, rows), of the first heads where fewer are asked."""
 
     def __init__(self, projections: Sequence[nn.Module]):
         super().__init__()
         self.projections = nn.ModuleList(projections)
 
     def forward(self, states: Tensor) -> Tensor:
-        return torch.stack([p(states[:, i]) for i, p in enumerate(self.projections)], dim=1)
+        parts = zip(states.unbind(dim=1), self.projections, strict=False)
+        return torch.stack([project(state) for state, project in parts], dim=1)
 
 
 class _Rows(nn.Module):
-    """Chosen rows of the base's projection: (B, depth, h) → (B, depth, rows). Order among them is all that counts."""
+    """Chosen rows of the base's projection: (B, depth, h) → (B, depth, rows)."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None):
+    def __init__(self, base: Base, weight: Tensor, bias: Tensor | None):
         super().__init__()
+        self._rescale = base.rescale
         self.linear: nn.Module
         if can_prepack(weight.device, weight.dtype):
             self.linear = PackedLinear(weight, bias)
@@ -145,7 +219,7 @@ class _Rows(nn.Module):
                 self.linear.bias = nn.Parameter(bias, requires_grad=False)
 
     def forward(self, states: Tensor) -> Tensor:
-        return self.linear(states)
+        return self._rescale(self.linear(states))
 
 
 def _projection(heads: MedusaHeads, base: Base, depth: int) -> nn.Module:
@@ -157,7 +231,7 @@ def _projection(heads: MedusaHeads, base: Base, depth: int) -> nn.Module:
     if heads.draft_ids is not None:
         ids = heads.draft_ids.to(base.device)
         bias = base.projection_bias
-        return _Rows(base.projection_weight[ids], None if bias is None else bias[ids])
+        return _Rows(base, base.projection_weight[ids], None if bias is None else bias[ids])
     return _Whole(base)
 
 
