@@ -72,12 +72,27 @@ class TreeCache(Cache):
     def __init__(self, num_layers: int, batch_size: int = 1, capacity: int = 256):
         self.capacity = capacity
         self.lengths: list[int] = [0] * batch_size
+        self.held = 0
         super().__init__(layers=[TreeLayer(self) for _ in range(num_layers)])
+
+    @property
+    def start(self) -> int:
+        """Slot of node 0: behind the longest committed row."""
+        return max(self.lengths)
 
     @property
     def offset(self) -> int:
         """Slot at which the next forward pass writes its first token."""
-        return max(self.lengths)
+        return self.start + self.held
+
+    def hold(self, nodes: int) -> None:
+        """Keeps the last pass's `nodes` tokens uncommitted while a tree grows: the next pass writes behind them, and
+        the nodes of all held passes are numbered through. `commit` and `release` end it."""
+        self.held += nodes
+
+    def release(self) -> None:
+        """Forgets what is held."""
+        self.held = 0
 
     def positions(self, depths: Tensor) -> Tensor:
         """Position of each node: its row's committed length plus its depth. Depths (T,) or (B, T) → (B, T)."""
@@ -88,25 +103,27 @@ class TreeCache(Cache):
         """Which slots the nodes see: committed ones of their row, and their ancestors.
 
         Args:
-            ancestors: boolean (T, T) or (B, T, T).
+            ancestors: boolean (T, held + T) or (B, T, held + T).
 
         Returns:
             Boolean (B, T, offset + T).
         """
         batch, (rows, nodes) = len(self.lengths), ancestors.shape[-2:]
-        slots = torch.arange(self.offset, device=ancestors.device)
+        slots = torch.arange(self.start, device=ancestors.device)
         lengths = torch.tensor(self.lengths, device=ancestors.device)
-        committed = (slots < lengths[:, None])[:, None].expand(batch, rows, self.offset)
+        committed = (slots < lengths[:, None])[:, None].expand(batch, rows, self.start)
         return torch.cat((committed, ancestors.expand(batch, rows, nodes)), dim=-1)
 
     def key_positions(self, positions: Tensor) -> Tensor:
-        """Position of the token in each slot: (B, offset + T), given those of the new tokens (B, T)."""
-        slots = torch.arange(self.offset, device=positions.device).expand(len(self.lengths), self.offset)
+        """Position of the token in each slot: (B, offset + T), from those of the nodes, held ones first (B, held + T)."""
+        slots = torch.arange(self.start, device=positions.device).expand(len(self.lengths), self.start)
         return torch.cat((slots, positions), dim=-1)
 
     def commit(self, paths: Sequence[Sequence[int]]) -> None:
-        """Keeps, for each row, these nodes of the last forward pass, in this order; an empty path keeps none."""
-        offset = self.offset
+        """Keeps, for each row, these nodes of the last forward pass (with what was held before it, numbered through),
+        in this order; an empty path keeps none."""
+        offset = self.start
+        self.held = 0
         for row, path in enumerate(paths):
             start = self.lengths[row]
             moved = [(offset + node, start + i) for i, node in enumerate(path) if offset + node != start + i]

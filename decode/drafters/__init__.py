@@ -47,6 +47,8 @@ class Draft:
     """For each row the law from which the children of each node were drawn without replacement, in the order of their
     ranks: (nodes, V) float32, or by node (V,), in which nodes may share memory and leaves have None; None for a row
     whose drafts are deterministic."""
+    reach: Sequence[Sequence[float] | None] | None = None
+    """For each row the drafter's estimate, node by node, that the node is kept; None where it makes none."""
 
 
 class DraftSession(Protocol):

@@ -207,3 +207,47 @@ def test_a_model_goes_on_from_a_committed_path_as_from_plain_text(family: str) -
             plain = base.forward(torch.tensor([texts[row]])).last_hidden_state[0, -1]
             torch.testing.assert_close(states[row, path[-1]], plain, rtol=1e-4, atol=2e-4)
         cache.commit(paths)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+def test_a_tree_grown_in_several_passes_equals_one_pass(family: str) -> None:
+    """Held nodes are seen by their descendants alone, and a path over several passes is committed like any other."""
+    base = tiny_base(family)
+    prompts = torch.tensor([[5, 9, 31, 8, 77, 12], [6, 3, 4, 0, 0, 0]])
+    tokens = torch.tensor([[11, 22, 33, 44, 55, 66], [12, 23, 34, 45, 56, 67]])
+    path = [0, 1, 4]
+
+    def prepared() -> TreeCache:
+        cache = TreeCache(base.num_layers, 2, capacity=8)
+        base.forward(prompts, position_ids=cache.positions(torch.arange(6)), cache=cache)
+        cache.commit([range(6), range(3)])
+        return cache
+
+    def read(cache: TreeCache, nodes: list[int]) -> Tensor:
+        positions = cache.positions(torch.tensor(TREE.depths))
+        seen = TREE.ancestor_mask[nodes, : nodes[-1] + 1]
+        return base.forward(
+            tokens[:, nodes],
+            position_ids=positions[:, nodes],
+            attention_mask=cache.visible(seen),
+            key_positions=cache.key_positions(positions[:, : nodes[-1] + 1]),
+            cache=cache,
+        ).last_hidden_state
+
+    whole, grown = prepared(), prepared()
+    expected = read(whole, [0, 1, 2, 3, 4, 5])
+    states = []
+    for nodes in ([0], [1, 2], [3, 4, 5]):
+        states.append(read(grown, nodes))
+        grown.hold(len(nodes))
+    assert torch.allclose(torch.cat(states, dim=1), expected, atol=1e-5)
+    for cache in (whole, grown):
+        cache.commit([path, path[:2]])
+    assert grown.lengths == whole.lengths == [9, 5] and grown.offset == whole.offset
+    for ours, theirs in zip(grown.layers, whole.layers, strict=True):
+        for row, length in enumerate(whole.lengths):
+            assert torch.allclose(ours.keys[row, :, :length], theirs.keys[row, :, :length], atol=1e-5)
+            assert torch.allclose(ours.values[row, :, :length], theirs.values[row, :, :length], atol=1e-5)
+    grown.hold(3)
+    grown.release()
+    assert grown.offset == 9
