@@ -13,6 +13,9 @@ from medusa_heads.errors import ConfigError
 FORMAT = 1
 """Version of this project's own layout; a reader refuses a newer one."""
 
+OWN_TYPE = "medusa_heads"
+"""`model_type` of this project's own layout."""
+
 C = TypeVar("C", bound="HeadsConfig")
 
 
@@ -51,12 +54,12 @@ class HeadsConfig:
                 raise ConfigError(f"{name} must be a positive integer, not {value!r}")
 
     def to_dict(self) -> dict[str, Any]:
-        return {"model_type": "medusa_heads", "head_family": self.family, "format": FORMAT, **asdict(self)}
+        return {"model_type": OWN_TYPE, "head_family": self.family, "format": FORMAT, **asdict(self)}
 
     @classmethod
     def from_dict(cls: type[C], data: dict[str, Any]) -> C:
         rest = dict(data) if isinstance(data, dict) else {}
-        if rest.pop("model_type", None) != "medusa_heads" or rest.pop("head_family", None) != cls.family:
+        if rest.pop("model_type", None) != OWN_TYPE or rest.pop("head_family", None) != cls.family:
             title = cls.family.capitalize()
             raise ConfigError(f"not a config of {title} heads in this project's layout (model_type, head_family)")
         version = rest.pop("format", None)

@@ -18,8 +18,9 @@ def heads_class(config: HeadsConfig) -> Any:
 
 def load_heads(name: str | Path, **options: Any) -> Any:
     """Heads of whichever family a directory, an embedded name or a Hub id holds; `options` as in `from_pretrained`."""
-    from medusa_heads.hub import heads_directory, read_config
+    from medusa_heads.hub import heads_directory, open_heads
 
-    fetching = ("revision", "token", "cache_dir", "local_files_only", "force_download")
+    fetching = ("revision", "subfolder", "token", "cache_dir", "local_files_only", "force_download")
     directory = heads_directory(name, **{key: options.pop(key) for key in fetching if key in options})
-    return heads_class(read_config(directory)).from_pretrained(directory, **options)
+    reading = open_heads(directory, options.get("base"))
+    return heads_class(reading.config).from_reading(reading, **options)

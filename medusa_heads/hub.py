@@ -8,6 +8,7 @@ renamed, so that a directory with that name is always whole.
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -15,95 +16,63 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from huggingface_hub import ModelHubMixin, snapshot_download
-from huggingface_hub.errors import (
-    HFValidationError,
-    HTTPError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub import ModelHubMixin
+from huggingface_hub.errors import HTTPError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from medusa_heads.config import HeadsConfig, config_from_dict
+from medusa_heads.config import OWN_TYPE, HeadsConfig, config_from_dict
 from medusa_heads.errors import ConfigError, HeadsError
+from medusa_heads.fetching import EXTRAS, WEIGHTS, heads_directory, one_line
+from medusa_heads.formats import base_of_foreign, is_own, read_foreign
+from medusa_heads.formats.checkpoint import CONFIG, read_json
+from medusa_heads.formats.reading import Reading
 
 if TYPE_CHECKING:
     from medusa_heads.base import Base
 
-WEIGHTS = "model.safetensors"
-CONFIG = "config.json"
-EXTRAS = ("tree.json", "metrics.json", "training_config.yaml", "README.md")
-ASSETS = Path(__file__).parent / "assets"
+LOG = logging.getLogger(__name__)
 
 H = TypeVar("H", bound="HeadsHubMixin")
 
 
-def heads_directory(
-    name: str | Path,
-    *,
-    revision: str | None = None,
-    token: str | bool | None = None,
-    cache_dir: str | Path | None = None,
-    local_files_only: bool = False,
-    force_download: bool = False,
-) -> Path:
-    """The local directory of heads named by a path, an embedded name or a Hub id; fetched if need be.
-
-    A path wins over an embedded name, and both over the Hub. `revision` belongs to the Hub alone.
-    """
-    path = Path(name)
-    if path.is_dir():
-        return path
-    if (ASSETS / str(name) / CONFIG).is_file():
-        return ASSETS / str(name)
-    try:
-        return Path(
-            snapshot_download(
-                str(name),
-                revision=revision,
-                token=token,
-                cache_dir=cache_dir,
-                local_files_only=local_files_only,
-                force_download=force_download,
-                allow_patterns=[CONFIG, WEIGHTS, *EXTRAS],
-            )
-        )
-    except HFValidationError:
-        raise HeadsError(f"no heads at {name}: not a directory, and not a valid repository id") from None
-    except LocalEntryNotFoundError:
-        raise HeadsError(
-            f"no heads {str(name)!r}: not a directory, not in the cache, and the Hub is out of reach"
-        ) from None
-    except RepositoryNotFoundError:
-        raise HeadsError(
-            f"no heads {str(name)!r}: not a directory, and the Hub has no such repository for you"
-        ) from None
-    except RevisionNotFoundError:
-        raise HeadsError(f"the heads {str(name)!r} have no revision {revision!r} on the Hub") from None
-    except (HTTPError, OSError) as error:
-        raise HeadsError(f"cannot fetch the heads {str(name)!r}: {_one_line(error)}") from error
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
-
-
 def read_config(directory: Path) -> HeadsConfig:
-    """The config of a heads' directory."""
+    """The config of a directory in this project's layout."""
     path = directory / CONFIG
     if not path.is_file():
         raise HeadsError(f"{directory} has no {CONFIG}: not a directory of heads")
     try:
-        data = json.loads(path.read_text())
-    except ValueError as error:
-        raise HeadsError(f"{path} is not JSON: {error}") from None
-    try:
-        return config_from_dict(data)
+        return config_from_dict(read_json(path))
     except (ConfigError, TypeError) as error:
         raise HeadsError(f"{path}: {error}") from None
+
+
+def open_heads(directory: Path, base: Base | None = None) -> Reading:
+    """The heads of a directory in this project's layout or another's, as tensors; the latter are logged with what they
+    were taken for.
+
+    Args:
+        base: what some formats leave to the base is taken from it.
+    """
+    if not (directory / CONFIG).is_file():
+        raise HeadsError(f"{directory} has no {CONFIG}: not a directory of heads")
+    if is_own(directory):
+        weights = directory / WEIGHTS
+        return Reading(OWN_TYPE, read_config(directory), read_weights(weights), weights)
+    reading = read_foreign(directory, base)
+    LOG.warning("%s", reading)
+    return reading
+
+
+def base_of(directory: Path) -> tuple[str | None, str | None]:
+    """The name and revision of the base that heads say they belong to; no weights are read for it."""
+    if not (directory / CONFIG).is_file():
+        raise HeadsError(f"{directory} has no {CONFIG}: not a directory of heads")
+    if not is_own(directory):
+        return base_of_foreign(directory), None
+    config = read_config(directory)
+    return config.base_model_name_or_path, config.base_revision
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
@@ -188,13 +157,15 @@ class HeadsHubMixin(ModelHubMixin, library_name="medusa-heads", tags=["medusa-he
         base: Base | None = None,
         check_weights: bool = True,
         revision: str | None = None,
+        subfolder: str | None = None,
         token: str | bool | None = None,
         cache_dir: str | Path | None = None,
         local_files_only: bool = False,
         force_download: bool = False,
         dtype: torch.dtype | None = None,
     ) -> H:
-        """Heads from a directory, an embedded name or a Hub id.
+        """Heads from a directory, an embedded name or a Hub id, in this project's layout or another's that
+        `medusa_heads.formats` knows.
 
         Args:
             base: check that the heads were trained on it, and put them on its device in its dtype.
@@ -207,24 +178,37 @@ class HeadsHubMixin(ModelHubMixin, library_name="medusa-heads", tags=["medusa-he
         directory = heads_directory(
             name,
             revision=revision,
+            subfolder=subfolder,
             token=token,
             cache_dir=cache_dir,
             local_files_only=local_files_only,
             force_download=force_download,
         )
-        config = read_config(directory)
+        return cls.from_reading(open_heads(directory, base), base=base, check_weights=check_weights, dtype=dtype)
+
+    @classmethod
+    def from_reading(
+        cls: type[H],
+        reading: Reading,
+        *,
+        base: Base | None = None,
+        check_weights: bool = True,
+        dtype: torch.dtype | None = None,
+    ) -> H:
+        """Heads from tensors that are read already; arguments and errors as in `from_pretrained`."""
+        config = reading.config
         ours = getattr(cls, "config_class", None)
         if ours is not None and not isinstance(config, ours):
-            raise HeadsError(f"{directory} holds {config.family} heads, which {cls.__name__} does not read")
+            raise HeadsError(f"{reading.where.parent} holds {config.family} heads, which {cls.__name__} does not read")
         if base is not None:
             check_base(config, base, check_weights)
         heads = cls(config)
         module: Any = heads
-        load_exact(module, read_weights(directory / WEIGHTS), str(directory / WEIGHTS))
+        load_exact(module, reading.tensors, str(reading.where))
         try:
             heads.check_loaded()
         except ValueError as error:
-            raise HeadsError(f"{directory / WEIGHTS}: {error}") from None
+            raise HeadsError(f"{reading.where}: {error}") from None
         if base is not None:
             module.to(device=base.device, dtype=dtype or base.dtype)
         elif dtype is not None:
@@ -318,5 +302,5 @@ class HeadsHubMixin(ModelHubMixin, library_name="medusa-heads", tags=["medusa-he
                 repo_id=repo, folder_path=directory, commit_message=commit_message, revision=revision
             )
         except (HTTPError, OSError, ValueError) as error:
-            raise HeadsError(f"cannot push the heads to {repo_id!r}: {_one_line(error)}") from error
+            raise HeadsError(f"cannot push the heads to {repo_id!r}: {one_line(error)}") from error
         return str(info.commit_url)

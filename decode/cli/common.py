@@ -85,15 +85,14 @@ def load_pair(base: str | None, heads: str | None, *, plain: bool, dtype: Dtype,
     base_name, heads_name = choose(base, heads, plain)
     from decode.drafters.medusa import MedusaDrafter
     from medusa_heads.base import Base
-    from medusa_heads.hub import heads_directory, read_config
+    from medusa_heads.hub import base_of, heads_directory
 
     quiet_transformers()
     directory = None if heads_name is None else heads_directory(heads_name)
     revision = None
     if base_name is None:
         assert directory is not None
-        config = read_config(directory)
-        base_name, revision = config.base_model_name_or_path, config.base_revision
+        base_name, revision = base_of(directory)
         if base_name is None:
             raise UserError(f"the heads {heads_name} do not name their base: pass --base")
     with notices_on_stderr():

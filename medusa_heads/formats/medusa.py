@@ -11,8 +11,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from medusa_heads.config import MedusaConfig
+from medusa_heads.errors import HeadsError
 from medusa_heads.formats.checkpoint import Checkpoint
-from medusa_heads.formats.medusa_blocks import SEQUENCE, assemble, outline, prefixed
+from medusa_heads.formats.medusa_blocks import SEQUENCE, Outline, assemble, outline, prefixed
 from medusa_heads.formats.reading import Reading, base_name, vocabulary, whole_number
 
 if TYPE_CHECKING:
@@ -29,6 +30,11 @@ def is_merged(checkpoint: Checkpoint) -> bool:
     return any(name.startswith(MERGED_PREFIX) for name in checkpoint.names)
 
 
+def base_of(checkpoint: Checkpoint) -> str | None:
+    """A merged model is its own base."""
+    return str(checkpoint.directory) if is_merged(checkpoint) else base_name(checkpoint)
+
+
 def read(checkpoint: Checkpoint, base: Base | None = None) -> Reading:
     """Heads under the first project's names. What the config says of their number counts less than the tensors."""
     merged = is_merged(checkpoint)
@@ -42,11 +48,10 @@ def read(checkpoint: Checkpoint, base: Base | None = None) -> Reading:
         own_projection=shape.own_projection,
         num_heads=shape.heads,
         num_layers=shape.layers,
-        base_model_name_or_path=str(checkpoint.directory) if merged else base_name(checkpoint),
+        base_model_name_or_path=base_of(checkpoint),
     )
-    return Reading(_title(checkpoint, merged, shape.own_projection), config, tensors, checkpoint.file, _notes(
-        checkpoint, config, shape.shared_block, merged
-    ))
+    title = _title(checkpoint, merged, shape.own_projection)
+    return Reading(title, config, tensors, checkpoint.file, _notes(checkpoint, shape))
 
 
 def _title(checkpoint: Checkpoint, merged: bool, own_projection: bool) -> str:
@@ -57,12 +62,18 @@ def _title(checkpoint: Checkpoint, merged: bool, own_projection: bool) -> str:
     return "Medusa v0.1" if own_projection else "Medusa v0.1 names without projections"
 
 
-def _notes(checkpoint: Checkpoint, config: MedusaConfig, shared_block: bool, merged: bool) -> tuple[str, ...]:
+def _notes(checkpoint: Checkpoint, shape: Outline) -> tuple[str, ...]:
     notes = []
-    for key, found in (("medusa_num_heads", config.num_heads), ("medusa_num_layers", config.num_layers)):
-        said = whole_number(checkpoint, key)
-        if said is not None and said != found:
-            notes.append(f"config.json says {key} {said}, the tensors are of {found}: the tensors count")
-    if shared_block:
-        notes.append(f"each head's {config.num_layers} blocks are one, of which the file holds a single copy")
+    heads, layers = whole_number(checkpoint, "medusa_num_heads"), whole_number(checkpoint, "medusa_num_layers")
+    if heads not in (None, shape.heads):
+        notes.append(f"config.json says {heads} heads, the tensors are of {shape.heads}: the tensors count")
+    if layers not in (None, shape.layers):
+        if not shape.own_projection:
+            raise HeadsError(
+                f"{checkpoint.file}: config.json says {layers} blocks a head, the tensors are of {shape.layers}: "
+                "ambiguous, as blocks that are one module can have been stored once"
+            )
+        notes.append(f"config.json says {layers} blocks a head, the tensors are of {shape.layers}: the tensors count")
+    if shape.shared_block:
+        notes.append(f"each head's {shape.layers} blocks are one, of which the file holds a single copy")
     return tuple(notes)

@@ -99,10 +99,6 @@ def named_vocabulary(name: str | None) -> int | None:
         return None
     from transformers import AutoConfig
 
-    from medusa_heads.embedded import EMBEDDED
-
-    if name in EMBEDDED:
-        return EMBEDDED[name].vocab_size
     try:
         config = AutoConfig.from_pretrained(name, local_files_only=True)
     except (OSError, ValueError):

@@ -219,7 +219,7 @@ def assert_one_line(result: Any, pattern: str) -> None:
         (["generate", "x", "--output", "/nowhere/out.jsonl", "--plain"], "there is no directory /nowhere"),
         (["generate", "x", "--output", "/tmp", "--plain"], "--output /tmp is a directory"),
         (["generate", "x", "--plain", "--base", "/nowhere/base"], "cannot load the base '/nowhere/base'"),
-        (["generate", "x", "--base", "BASE", "--heads", "BASE"], "config"),
+        (["generate", "x", "--base", "BASE", "--heads", "BASE"], "holds no heads of a known format"),
         (["generate", "x", "--dtype", "int3"], "int3"),
         (["generate", "x", "--max-new-tokens", "0"], "max-new-tokens"),
         (["generate", "x", "--temperature", "-1"], "temperature"),

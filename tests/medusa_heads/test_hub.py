@@ -16,6 +16,7 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from medusa_heads import fetching
 from medusa_heads import hub as hub_module
 from medusa_heads.base import Base
 from medusa_heads.errors import BaseLoadError, HeadsError
@@ -231,10 +232,10 @@ def test_damaged_weights(saved: Path, kind: str) -> None:
     [
         (b"{", "is not JSON"),
         (b"\xff\xfe\x00", "is not JSON"),
-        (b"[]", "not a config of heads"),
-        (b'["abc"]', "not a config of heads"),
-        (b"3", "not a config of heads"),
-        (b'{"model_type": "llama"}', "not a config of heads"),
+        (b"[]", "does not hold a JSON object"),
+        (b'["abc"]', "does not hold a JSON object"),
+        (b"3", "does not hold a JSON object"),
+        (b'{"model_type": "llama"}', "holds no heads of a known format"),
         (None, "has no config.json: not a directory of heads"),
     ],
 )
@@ -301,7 +302,7 @@ def test_what_one_side_does_not_know_is_not_compared(heads: MedusaHeads) -> None
 def test_embedded_heads_are_found_by_name_but_a_path_wins(
     saved: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(hub_module, "ASSETS", saved.parent)
+    monkeypatch.setattr(fetching, "ASSETS", saved.parent)
     monkeypatch.chdir(tmp_path.parent)
     assert heads_directory("heads") == saved
     (tmp_path / "elsewhere" / "heads").mkdir(parents=True)
