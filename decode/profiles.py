@@ -11,10 +11,10 @@ import hashlib
 import json
 import os
 import tempfile
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from decode.dynamic import DynamicTree
 from decode.machine import describe_machine
 from decode.tree import Tree
 from medusa_heads.embedded import cache_dir
@@ -25,28 +25,6 @@ if TYPE_CHECKING:
     from medusa_heads.base import Base
 
 MACHINE_KEYS = ("processor", "cores", "threads", "system", "device")
-
-
-@dataclass(frozen=True)
-class DynamicTree:
-    """Limits of a tree that a drafter grows anew each round."""
-
-    depth: int
-    """Drafted tokens ahead, at most."""
-    width: int
-    """Nodes of one depth that are expanded, at most."""
-    nodes: int
-    """Nodes that the base verifies, the root included, at most."""
-
-    def __post_init__(self) -> None:
-        if any(type(value) is not int or value < 1 for value in asdict(self).values()):
-            raise ConfigError(f"depth, width and nodes of a dynamic tree are integers from 1 on, not {self}")
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> DynamicTree:
-        if set(data) != {"depth", "width", "nodes"}:
-            raise ConfigError(f"a dynamic tree has the keys depth, width and nodes, not {sorted(data)}")
-        return cls(**data)
 
 
 def profile_key(directory: Path, base: Base) -> dict[str, Any]:
@@ -73,7 +51,7 @@ def write_profile(directory: Path, base: Base, choice: Tree | DynamicTree, facts
     """Keeps a choice and what led to it. The file appears whole or not at all."""
     key = profile_key(directory, base)
     path = profile_path(key)
-    chosen = {"tree": choice.to_dict()} if isinstance(choice, Tree) else {"dynamic": asdict(choice)}
+    chosen = {"tree" if isinstance(choice, Tree) else "dynamic": choice.to_dict()}
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, scratch = tempfile.mkstemp(prefix=f".{path.stem}-", dir=path.parent)
     try:

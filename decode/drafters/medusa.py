@@ -17,12 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from decode.drafters import Draft, DraftRow
+from decode.drafters.projection import draft_projection
 from decode.tree import Tree
 from decode.verify import draw_siblings
 from medusa_heads.base import BaseOutput
 from medusa_heads.errors import ConfigError, HeadsError
 from medusa_heads.hub import heads_directory
-from medusa_heads.prepack import PackedLinear, can_prepack, pack_linears
+from medusa_heads.prepack import can_prepack, pack_linears
 
 if TYPE_CHECKING:
     from medusa_heads.base import Base
@@ -203,44 +204,10 @@ class _EachOwn(nn.Module):
         return torch.stack([project(state) for state, project in parts], dim=1)
 
 
-class _Rows(nn.Module):
-    """Chosen rows of the base's projection: (B, depth, h) → (B, depth, rows)."""
-
-    def __init__(self, base: Base, weight: Tensor, bias: Tensor | None):
-        super().__init__()
-        self._rescale = base.rescale
-        self.linear: nn.Module
-        if can_prepack(weight.device, weight.dtype):
-            self.linear = PackedLinear(weight, bias)
-        else:
-            self.linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-            self.linear.weight = nn.Parameter(weight, requires_grad=False)
-            if bias is not None:
-                self.linear.bias = nn.Parameter(bias, requires_grad=False)
-
-    def forward(self, states: Tensor) -> Tensor:
-        return self._rescale(self.linear(states))
-
-
 def _projection(heads: MedusaHeads, base: Base, depth: int) -> nn.Module:
     if heads.config.own_projection:
         own = copy.deepcopy(heads.lm_heads[:depth]).to(base.device, base.dtype)
         if can_prepack(base.device, base.dtype):
             pack_linears(own, keep=None)
         return _EachOwn(list(own))
-    if heads.draft_ids is not None:
-        ids = heads.draft_ids.to(base.device)
-        bias = base.projection_bias
-        return _Rows(base, base.projection_weight[ids], None if bias is None else bias[ids])
-    return _Whole(base)
-
-
-class _Whole(nn.Module):
-    """The base's whole projection."""
-
-    def __init__(self, base: Base):
-        super().__init__()
-        self._project = base.project
-
-    def forward(self, states: Tensor) -> Tensor:
-        return self._project(states)
+    return draft_projection(base, heads.draft_ids)

@@ -62,7 +62,7 @@ def test_limits_of_a_dynamic_tree_are_kept_alike(base: Base, tmp_path: Path) -> 
     heads, limits = saved_heads(base, tmp_path / "heads"), DynamicTree(depth=5, width=4, nodes=16)
     assert tuned_limits(heads, base) is None and tuned_tree(heads, base) is None
     path = write_profile(heads, base, limits, {"measured": 1.5})
-    assert json.loads(path.read_text())["dynamic"] == {"depth": 5, "width": 4, "nodes": 16}
+    assert json.loads(path.read_text())["dynamic"] == limits.to_dict()
     assert tuned_limits(heads, base) == limits == read_profile(heads, base)
     with pytest.raises(HeadsError, match="limits of a dynamic one"):
         tuned_tree(heads, base)
