@@ -138,6 +138,11 @@ class EagleConfig(HeadsConfig):
     """The fields of `LayerShape`."""
     fc_bias: bool = False
     """Version 1: a bias in the projection that joins embedding and state."""
+    norm_before_residual: bool = False
+    """Version 3: the draft layer's residual is the normed feature (an option of the library speculators)."""
+    state_norm: str | None = None
+    """Version 3: RMS norms before the states are fused: `joined`, one over all of them, or `each` (options of other
+    projects)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -149,6 +154,10 @@ class EagleConfig(HeadsConfig):
             raise ConfigError(f"layers must be numbers of layers, not {list(self.layers)}")
         if self.version == 3 and self.fc_bias:
             raise ConfigError("fc_bias belongs to version 1")
+        if self.version == 1 and (self.norm_before_residual or self.state_norm is not None):
+            raise ConfigError("norm_before_residual and state_norm belong to version 3")
+        if self.state_norm not in (None, "joined", "each"):
+            raise ConfigError(f"state_norm must be joined, each or null, not {self.state_norm!r}")
         _ = self.shape
 
     @property

@@ -44,7 +44,10 @@ class EagleHeads(nn.Module, HeadsHubMixin):
             self.fc = nn.Linear(2 * size, size, bias=config.fc_bias)
             self.layer = DraftLayer(size, size, shape)
         else:
-            self.fc = nn.Linear(len(config.layers) * size, size, bias=False)
+            count = len(config.layers)
+            self.fc = nn.Linear(count * size, size, bias=False)
+            widths = {None: [], "joined": [count * size], "each": [size] * count}[config.state_norm]
+            self.state_norms = nn.ModuleList(make_norm(width, shape) for width in widths)
             self.input_norm = make_norm(size, shape)
             self.hidden_norm = make_norm(size, shape)
             self.layer = DraftLayer(2 * size, size, shape)
@@ -118,14 +121,20 @@ class EagleHeads(nn.Module, HeadsHubMixin):
         """The base's states as features: (B, T, h)."""
         if self.config.version == 1:
             return output.last_hidden_state
-        return self.fc(torch.cat(output.layer_states, dim=-1))
+        states = torch.cat(output.layer_states, dim=-1)
+        if self.state_norms:
+            chunks = states.chunk(len(self.state_norms), dim=-1)
+            states = torch.cat([norm(chunk) for norm, chunk in zip(self.state_norms, chunks, strict=True)], dim=-1)
+        return self.fc(states)
 
     def inputs(self, embeddings: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
         """What the draft layer's attention reads, and its residual: from (B, T, h) each."""
         if self.config.version == 1:
             joined = self.fc(torch.cat((embeddings, features), dim=-1))
             return joined, joined
-        return torch.cat((self.input_norm(embeddings), self.hidden_norm(features)), dim=-1), features
+        normed = self.hidden_norm(features)
+        residual = normed if self.config.norm_before_residual else features
+        return torch.cat((self.input_norm(embeddings), normed), dim=-1), residual
 
     def forward(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -53,9 +53,9 @@ def refuse_leftovers(names: Iterable[str], format: str, where: Path) -> None:
         raise HeadsError(f"{where}: not {format}: unexpected tensors {', '.join(rest[:3])}{more}")
 
 
-def whole_number(checkpoint: Checkpoint, name: str, default: int | None = None) -> int | None:
-    """A positive integer of the config. Raises HeadsError if it is anything else."""
-    value = checkpoint.config.get(name, default)
+def whole_number(checkpoint: Checkpoint, name: str) -> int | None:
+    """A positive integer of the config, None where it has none. Raises HeadsError if it is anything else."""
+    value = checkpoint.config.get(name)
     if value is not None and (type(value) is not int or value < 1):
         raise HeadsError(f"{checkpoint.directory / 'config.json'}: {name} is {value!r}, not a positive integer")
     return value
@@ -74,37 +74,48 @@ def base_name(checkpoint: Checkpoint) -> str | None:
     return text(checkpoint, "base_model_name_or_path")
 
 
-def vocabulary(checkpoint: Checkpoint, base: Base | None) -> int:
-    """Rows of the base's projection, for heads that share it and so do not show it: the base's, else the config's,
-    else those of the base that is named, if it lies on this machine.
+@dataclass(frozen=True)
+class Facts:
+    """What is known of the base of a checkpoint; None for what is not."""
 
-    Raises HeadsError where nothing tells.
-    """
+    vocab_size: int | None
+    num_layers: int | None
+
+
+def facts(checkpoint: Checkpoint, base: Base | None, name: str | None) -> Facts:
+    """Of the base at hand; else of the one that the checkpoint names, by its config, if it lies on this machine. The
+    network is not asked."""
     if base is not None:
-        return base.vocab_size
-    known = whole_number(checkpoint, "vocab_size")
-    if known is None:
-        known = named_vocabulary(base_name(checkpoint))
+        return Facts(base.vocab_size, base.num_layers)
+    config = _local_config(name)
+    if config is None:
+        return Facts(whole_number(checkpoint, "vocab_size"), None)
+    layers, rows = getattr(config, "num_hidden_layers", None), getattr(config, "vocab_size", None)
+    return Facts(whole_number(checkpoint, "vocab_size") or rows, layers)
+
+
+def vocabulary(checkpoint: Checkpoint, base: Base | None) -> int:
+    """Rows of the base's projection, for heads that share it and so do not show it. Raises HeadsError where nothing
+    tells."""
+    name = base_name(checkpoint)
+    known = facts(checkpoint, base, name).vocab_size
     if known is None:
         raise HeadsError(
-            f"{checkpoint.file}: these heads share the projection of their base ({base_name(checkpoint) or 'unnamed'}) "
-            "and do not say how many rows it has: load them with the base"
+            f"{checkpoint.file}: these heads share the projection of their base ({name or 'unnamed'}) and do not say "
+            "how many rows it has: load them with the base"
         )
     return known
 
 
-def named_vocabulary(name: str | None) -> int | None:
-    """Vocabulary of a base by its config on this machine; the network is not asked."""
+def _local_config(name: str | None) -> Any:
     if name is None:
         return None
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(name, local_files_only=True)
+        return AutoConfig.from_pretrained(name, local_files_only=True).get_text_config()
     except (OSError, ValueError):
         return None
-    size = getattr(config.get_text_config(), "vocab_size", None)
-    return size if isinstance(size, int) else None
 
 
 def same_weights(stored: Tensor, own: Tensor) -> bool:
@@ -120,3 +131,24 @@ def same_weights(stored: Tensor, own: Tensor) -> bool:
         rounding = 0.0
     a, b = stored.float(), own.detach().to("cpu").float()
     return bool(((a - b).abs() <= rounding * b.abs() + rounding * 1e-4).all())
+
+
+def copied_embedding(checkpoint: Checkpoint, name: str, hidden: int, base: Base | None) -> tuple[int, str]:
+    """Rows of a checkpoint's embedding, which must be a copy of the base's, and what to say of it.
+
+    Raises HeadsError where the base is at hand and its embedding is another: the head would read other inputs than it
+    was trained on.
+    """
+    stored = checkpoint.tensors([name])[name]
+    if stored.dim() != 2 or stored.shape[1] != hidden or not stored.is_floating_point():
+        raise HeadsError(
+            f"{checkpoint.file}: {name} is {stored.dtype} of shape {tuple(stored.shape)}, not (V, {hidden})"
+        )
+    if base is None:
+        return len(stored), "its embedding is taken for a copy of the base's, which is not at hand to compare"
+    if not same_weights(stored, base.model.get_input_embeddings().weight):
+        raise HeadsError(
+            f"{checkpoint.file}: its embedding is not that of the base {base.name!r}: the head is for another base, or "
+            "its embedding was trained, which is not read"
+        )
+    return len(stored), "its embedding is a copy of the base's"
