@@ -13,6 +13,7 @@ from torch import Tensor
 
 from decode.cache import TreeCache
 from decode.drafters import Draft, Drafter, DraftSession
+from decode.guard import DEFAULT_GUARD, CostMemory, Guard, GuardSettings
 from decode.rows import Row
 from decode.settings import Chunk, GenerationResult, GenerationSettings
 from decode.stats import Clock
@@ -60,12 +61,24 @@ def likeliest(logits: Tensor) -> Tensor:
 
 
 class Decoder:
-    """Generates with a base, and with a drafter if there is one. Holds no state of a call."""
+    """Generates with a base, and with a drafter if there is one. Holds no state of a call; what its guard learns of the
+    machine's costs it keeps for later calls."""
 
-    def __init__(self, base: Base, drafter: Drafter | None = None):
+    def __init__(self, base: Base, drafter: Drafter | None = None, *, guard: GuardSettings | None = DEFAULT_GUARD):
+        """With `guard` None every round drafts as the drafter likes. Calls in which a seeded row has its drafts drawn
+        are never guarded: a guard goes by the clock, and the text must be the seed's alone."""
         check_tree_support(base)
         self.base = base
         self.drafter = drafter
+        self.guard = guard
+        self.costs = CostMemory()
+
+    def _guard_for(self, settings: Sequence[GenerationSettings]) -> Guard | None:
+        if self.guard is None or self.drafter is None:
+            return None
+        if any(own.seed is not None and own.draft_temperature > 0.0 for own in settings):
+            return None
+        return Guard(self.guard, self.costs)
 
     def generate(
         self, prompt_ids: Sequence[int], settings: GenerationSettings | None = None, *, prefix: Prefix | None = None
@@ -140,6 +153,7 @@ class _Call:
         ]
         self.results: dict[int, GenerationResult] = {}
         self.clock = Clock()
+        self.guard = decoder._guard_for(settings)
         self.layers = tuple(decoder.drafter.layers) if decoder.drafter else ()
         self.session: DraftSession | None = None
         self.prefix = prefix
@@ -148,6 +162,8 @@ class _Call:
             self.cache = TreeCache(self.base.num_layers, len(prompts), longest + 64)
             if decoder.drafter is not None:
                 self.session = decoder.drafter.start([row.draft_row for row in self.rows])
+        if isinstance(self.session):
+            self.session.share(self.cache)
         if prefix is not None:
             # Not whole again before the call has ended.
             prefix.cache, prefix.ids = self.cache, None
@@ -232,6 +248,7 @@ class _Call:
         return output, tokens
 
     def _round(self) -> Iterator[tuple[Row, list[int], int]]:
+        begin = self.clock.seconds
         with self.clock.stage("draft"):
             draft = self._draft()
         tokens = draft.tokens.to("cpu")
@@ -251,14 +268,19 @@ class _Call:
             self._observe(output, draft.tokens, [path for path, _, _ in settled])
         report = []
         for i, (row, (_, kept, drafted)) in enumerate(zip(self.rows, settled, strict=True)):
-            row.stats.count_round(drafted, draft.trees[i].size)
+            held_back = self.guard is not None and self.guard.holds_back
+            row.stats.count_round(drafted, draft.trees[i].size, held_back)
             report.append((row, kept, drafted))
+        if self.guard is not None:
+            emitted = sum(len(kept) for _, kept, _ in settled) / len(settled)
+            self.guard.count(len(settled), draft.tokens.shape[1], emitted, self.clock.seconds - begin)
         yield from self._report(report)
 
     def _draft(self) -> Draft:
         roots = [row.root for row in self.rows]
-        if self.session is not None:
-            draft = self.session.draft(roots)
+        nodes = None if self.guard is None else self.guard.nodes(len(roots))
+        if self.session is not None and nodes != 1:
+            draft = self.session.draft(roots, nodes)
             depth = max(tree.depth for tree in draft.trees)
             if self.limit is None or self.cache.offset + depth < self.limit:
                 return draft

@@ -26,6 +26,8 @@ class Stats:
     """[n] = rounds that kept n drafted tokens."""
     tree_nodes: int = 0
     """Nodes verified over all rounds."""
+    guarded_rounds: int = 0
+    """Rounds in which the guard allowed less than the drafter's own tree, or no draft (see `decode.guard`)."""
     reused_tokens: int = 0
     """Prompt tokens that a kept prefix saved from being computed again."""
     seconds: float = 0.0
@@ -40,8 +42,9 @@ class Stats:
     def tokens_per_second(self) -> float:
         return self.new_tokens / self.seconds if self.seconds else 0.0
 
-    def count_round(self, kept_drafts: int, nodes: int) -> None:
+    def count_round(self, kept_drafts: int, nodes: int, guarded: bool = False) -> None:
         self.rounds += 1
+        self.guarded_rounds += guarded
         self.tree_nodes += nodes
         if kept_drafts >= len(self.acceptance_histogram):
             self.acceptance_histogram += [0] * (kept_drafts + 1 - len(self.acceptance_histogram))
@@ -58,6 +61,7 @@ class Stats:
             "tokens_per_second": round(self.tokens_per_second, 2),
             "acceptance_histogram": self.acceptance_histogram,
             "tree_nodes": self.tree_nodes,
+            "guarded_rounds": self.guarded_rounds,
             "reused_tokens": self.reused_tokens,
             "stage_seconds": {stage: round(s, 6) for stage, s in self.stage_seconds.items()},
         }

@@ -36,7 +36,7 @@ def test_two_calls_share_nothing() -> None:
 
 def test_the_dictionary_is_for_machines() -> None:
     stats = Stats(prompt_tokens=9, new_tokens=7, base_forwards=3, seconds=0.25, reused_tokens=4)
-    stats.count_round(2, 8)
+    stats.count_round(2, 8, guarded=True)
     stats.stage_seconds["forward"] = 0.2
     data = json.loads(json.dumps(stats.as_dict()))
     assert data == {
@@ -49,6 +49,7 @@ def test_the_dictionary_is_for_machines() -> None:
         "tokens_per_second": 28.0,
         "acceptance_histogram": [0, 0, 1],
         "tree_nodes": 8,
+        "guarded_rounds": 1,
         "reused_tokens": 4,
         "stage_seconds": {"prefill": 0.0, "draft": 0.0, "forward": 0.2, "verify": 0.0, "commit": 0.0},
     }
