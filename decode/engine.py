@@ -162,8 +162,6 @@ class _Call:
             self.cache = TreeCache(self.base.num_layers, len(prompts), longest + 64)
             if decoder.drafter is not None:
                 self.session = decoder.drafter.start([row.draft_row for row in self.rows])
-        if isinstance(self.session):
-            self.session.share(self.cache)
         if prefix is not None:
             # Not whole again before the call has ended.
             prefix.cache, prefix.ids = self.cache, None
