@@ -8,7 +8,7 @@ get a batch of the batch's size in which every row is this one, and this row of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -50,6 +50,7 @@ from transformers import (
     WatermarkLogitsProcessor,
 )
 
+from decode.sampling import apply
 from medusa_heads.errors import ConfigError
 
 SAME_FOR_EVERY_ROW = (
@@ -113,7 +114,7 @@ class _RowProcessors(LogitsProcessor):
 
     def __init__(self, row: BatchRow, processors: Sequence[LogitsProcessor]):
         self.row = row
-        self.steps: list[tuple[Callable[..., Any], bool]] = []
+        self.steps: list[tuple[LogitsProcessor, bool]] = []
         for processor in processors:
             if type(processor) is PrefixConstrainedLogitsProcessor:
                 self.steps.append((_constraint_of_row(processor, row.index), False))
@@ -127,7 +128,7 @@ class _RowProcessors(LogitsProcessor):
             if needs_batch:
                 values = process(self.row.tiled(ids), self.row.tiled(values))[self.row.index, None]
             else:
-                values = process(ids, values)
+                values = apply(process, ids, values)
         return cast(torch.FloatTensor, values.to(scores.device))
 
 

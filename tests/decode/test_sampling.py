@@ -19,8 +19,10 @@ from transformers import (
     LogitsProcessorList,
     MinLengthLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
+    TopPLogitsWarper,
 )
 
+from decode import sampling
 from decode.sampling import SamplingParams, build_processors, node_law, node_scores, sees_prefix
 from decode.tree import Tree
 from decode.verify import Chooser, draw_siblings, verify_point_mass, verify_sampled
@@ -231,6 +233,63 @@ def test_a_wrong_setting_is_named_with_its_value(name: str, value: Any) -> None:
     with pytest.raises(ConfigError) as error:
         SamplingParams(**{name: value})
     assert name in str(error.value) and str(value) in str(error.value)
+
+
+# ---- top-p without a sort of the vocabulary
+
+LARGE = 3 * sampling.NUCLEUS * 2
+
+
+@pytest.fixture
+def sorts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry for each time that the warper itself is asked."""
+    calls: list[int] = []
+    whole = TopPLogitsWarper.__call__
+
+    def counted(self: TopPLogitsWarper, ids: Any, scores: Any) -> Any:
+        calls.append(0)
+        return whole(self, ids, scores)
+
+    monkeypatch.setattr(TopPLogitsWarper, "__call__", counted)
+    return calls
+
+
+@pytest.mark.parametrize("least", [1, 40])
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.99])
+@pytest.mark.parametrize("spread", [0.3, 3.0, 12.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_top_p_is_transformers_own(
+    dtype: torch.dtype, spread: float, top_p: float, least: int, sorts: list[int]
+) -> None:
+    """In bfloat16 many tokens are tied, flat laws have their edge far out: those are left to the warper."""
+    warper = TopPLogitsWarper(top_p, min_tokens_to_keep=least)
+    source = torch.Generator().manual_seed(int(spread * 10))
+    ids = torch.zeros(1, 1, dtype=torch.long)
+    for _ in range(8):
+        scores = (torch.randn(1, LARGE, generator=source) * spread).to(dtype).float()
+        scores[0, :50] = -torch.inf
+        assert torch.equal(sampling.apply(warper, ids, scores), warper(ids, scores))
+    if spread == 12.0 and dtype == torch.float32 and least == 1 and top_p < 0.99:
+        assert len(sorts) < 12, "once a round by this test, and hardly ever by what it tests"
+
+
+def test_top_p_leaves_what_it_cannot_tell_to_the_warper(sorts: list[int]) -> None:
+    ids = torch.zeros(1, 1, dtype=torch.long)
+    clear = torch.full((1, LARGE), -20.0)
+    clear[0, 3:5] = torch.tensor([3.0, 2.0])
+    tied = clear.clone()
+    tied[0, 7] = 2.0
+    edge = 1.0 / (1.0 + math.exp(-1.0))  # the mass of the likeliest token
+    for scores, top_p, asked in ((clear, 0.8, 0), (tied, 0.7, 1), (clear, edge, 1), (clear[:, :96], 0.8, 1)):
+        sorts.clear()
+        sampling.apply(TopPLogitsWarper(top_p), ids, scores)
+        assert len(sorts) == asked
+    for value in (torch.nan, torch.inf):
+        broken = clear.clone()
+        broken[0, 9] = value
+        sorts.clear()
+        sampling.apply(TopPLogitsWarper(0.8), ids, broken)
+        assert len(sorts) == 1
 
 
 def test_greedy_is_temperature_zero() -> None:

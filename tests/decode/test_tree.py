@@ -54,6 +54,42 @@ def test_rank_paths_are_numbered_depth_first_so_that_the_likeliest_path_is_conse
     assert Tree.from_rank_paths([]) == Tree((-1,), (0,))
 
 
+def test_drawn_siblings_are_numbered_without_gaps() -> None:
+    tree = Tree((-1, 0, 0, 1, 2, 2), (0, 5, 1, 3, 4, 0))
+    assert tree.in_drawing_order() == Tree((-1, 0, 0, 1, 2, 2), (0, 1, 0, 0, 1, 0))
+    assert EXAMPLE.in_drawing_order() is EXAMPLE
+
+
+def test_pruning_keeps_what_is_worth_most() -> None:
+    assert EXAMPLE.pruned(6) is EXAMPLE and EXAMPLE.pruned(64) is EXAMPLE
+    assert EXAMPLE.pruned(1) == Tree.chain(1)
+    assert EXAMPLE.pruned(2).rank_paths() == [(0,)]
+    assert EXAMPLE.pruned(3).rank_paths() == [(0,), (0, 0)]
+    assert EXAMPLE.pruned(4).rank_paths() == [(0,), (1,), (0, 0)]
+    with pytest.raises(ConfigError, match="0 nodes are allowed"):
+        EXAMPLE.pruned(0)
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_pruned_tree_has_lost_last_children_only(data: st.DataObject) -> None:
+    size = data.draw(st.integers(1, 12))
+    parents, ranks = [-1], [0]
+    for node in range(1, size):
+        parent = data.draw(st.integers(0, node - 1))
+        taken = {ranks[n] for n in range(1, node) if parents[n] == parent}
+        parents.append(parent)
+        ranks.append(data.draw(st.sampled_from([rank for rank in range(14) if rank not in taken])))
+    tree = Tree(tuple(parents), tuple(ranks)).in_drawing_order()
+    whole = tree.rank_paths()
+    for nodes in range(1, size + 1):
+        pruned = tree.pruned(nodes)
+        kept = pruned.rank_paths()
+        assert pruned.size == nodes and set(kept) <= set(whole)
+        assert kept == [path for path in whole if path in kept], "nodes stay in their order"
+        assert all((*path[:-1], rank) in kept for path in kept for rank in range(path[-1]))
+
+
 def test_a_likelier_sibling_need_not_be_there() -> None:
     assert Tree.from_rank_paths([(3,), (3, 7)]).rank_paths() == [(3,), (3, 7)]
 
