@@ -115,7 +115,7 @@ class TreeCache(Cache):
         return torch.cat((committed, ancestors.expand(batch, rows, nodes)), dim=-1)
 
     def key_positions(self, positions: Tensor) -> Tensor:
-        """Position of the token in each slot: (B, offset + T), from those of the nodes, held ones first (B, held + T)."""
+        """Position of the token in each slot: (B, offset + T), from those of all nodes, held ones first."""
         slots = torch.arange(self.start, device=positions.device).expand(len(self.lengths), self.start)
         return torch.cat((slots, positions), dim=-1)
 

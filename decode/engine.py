@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from decode.cache import TreeCache
-from decode.drafters import Draft, Drafter, DraftSession
+from decode.drafters import Draft, Drafter, DraftSession, SharesCache
 from decode.guard import DEFAULT_GUARD, CostMemory, Guard, GuardSettings
 from decode.rows import Row
 from decode.settings import Chunk, GenerationResult, GenerationSettings
@@ -65,8 +65,8 @@ class Decoder:
     machine's costs it keeps for later calls."""
 
     def __init__(self, base: Base, drafter: Drafter | None = None, *, guard: GuardSettings | None = DEFAULT_GUARD):
-        """With `guard` None every round drafts as the drafter likes. Calls in which a seeded row has its drafts drawn
-        are never guarded: a guard goes by the clock, and the text must be the seed's alone."""
+        """With `guard` None every round drafts as the drafter likes. Calls in which a seeded row's text depends on what
+        is drafted are never guarded: a guard goes by the clock, and the text must be the seed's alone."""
         check_tree_support(base)
         self.base = base
         self.drafter = drafter
@@ -76,7 +76,7 @@ class Decoder:
     def _guard_for(self, settings: Sequence[GenerationSettings]) -> Guard | None:
         if self.guard is None or self.drafter is None:
             return None
-        if any(own.seed is not None and own.draft_temperature > 0.0 for own in settings):
+        if any(own.seed is not None and own.drafts_move_text for own in settings):
             return None
         return Guard(self.guard, self.costs)
 
@@ -162,6 +162,8 @@ class _Call:
             self.cache = TreeCache(self.base.num_layers, len(prompts), longest + 64)
             if decoder.drafter is not None:
                 self.session = decoder.drafter.start([row.draft_row for row in self.rows])
+        if isinstance(self.session, SharesCache):
+            self.session.share(self.cache)
         if prefix is not None:
             # Not whole again before the call has ended.
             prefix.cache, prefix.ids = self.cache, None

@@ -6,6 +6,7 @@ embeddings, hidden states and vocabulary logits, and for a forward pass over a t
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import inspect
 from collections.abc import Sequence
@@ -171,6 +172,40 @@ class Base:
         if cap is not None:
             logits = torch.tanh(logits / cap) * cap
         return logits
+
+    def first_layers(self, count: int) -> Base:
+        """The base cut to its first `count` layers, before the same final norm and projection. All modules are shared,
+        so that nothing is copied and what one computes is what the other does.
+
+        Raises ConfigError for a count that is none, UnsupportedModelError where the layers cannot be told.
+        """
+        if not 0 < count < self.num_layers:
+            raise ConfigError(f"the base has {self.num_layers} layers: its first {count} are not a part of them")
+        lists = [
+            (name, module)
+            for name, module in self._decoder.named_children()
+            if isinstance(module, nn.ModuleList) and len(module) == self.num_layers
+        ]
+        if len(lists) != 1:
+            raise UnsupportedModelError(
+                f"{type(self._decoder).__name__} has {len(lists)} lists of {self.num_layers} modules: its layers "
+                "cannot be told from others"
+            )
+        name, layers = lists[0]
+        config = copy.deepcopy(self.config)
+        config.num_hidden_layers = count
+        kinds = getattr(config, "layer_types", None)
+        if kinds is not None:
+            config.layer_types = list(kinds)[:count]
+        decoder = copy.copy(self._decoder)
+        decoder._modules = {**self._decoder._modules, name: nn.ModuleList(layers[:count])}
+        decoder.config = config
+        part = copy.copy(self)
+        part._decoder, part.config, part.num_layers = decoder, config, count
+        part.layer_kinds = _layer_kinds(config)
+        outside = self.num_parameters - sum(p.numel() for p in layers.parameters())
+        part.num_parameters = outside + sum(p.numel() for p in layers[:count].parameters())
+        return part
 
     @torch.no_grad()
     def forward(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from decode.tree import Tree
 from medusa_heads.base import BaseOutput
 
 if TYPE_CHECKING:
+    from decode.cache import TreeCache
     from medusa_heads.base import Base
 
 
@@ -80,6 +81,16 @@ class DraftSession(Protocol):
     def resume(self, row: DraftRow, length: int) -> None:
         """Begins another call, of one row, behind the first `length` tokens of what the session has seen of its only
         row; the rest is forgotten."""
+        ...
+
+
+@runtime_checkable
+class SharesCache(Protocol):
+    """A session that reads the base's own keys and values."""
+
+    def share(self, cache: TreeCache) -> None:
+        """Called when a call begins, resumed ones included. Between the base's passes the session may hold nodes behind
+        the committed text (`TreeCache.hold`); it releases them before `draft` returns."""
         ...
 
 

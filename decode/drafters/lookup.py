@@ -162,14 +162,14 @@ class LookupSession:
     def draft(self, roots: Sequence[int], nodes: int | None = None) -> Draft:
         limit = self.drafter.nodes if nodes is None else min(nodes, self.drafter.nodes)
         tries = [
-            self._draft_row(row, [*seen, root])
-            for row, seen, root in zip(self.rows, self.seen.ids, roots, strict=True)
+            self._draft_row(row, [*seen, root]) for row, seen, root in zip(self.rows, self.seen.ids, roots, strict=True)
         ]
         return draft_of(tries, limit, self.drafter.least, self.drafter.device)
 
     def _draft_row(self, row: _RowState, text: list[int]) -> Trie:
         if row.trie is not None:
             row.trie.learn(text[row.drafted_at :], row.history)
+            row.history.fade()
         row.index.extend_to(text)
         row.trie, row.drafted_at = self.drafter.gather(row.index, row.history), len(text)
         return row.trie

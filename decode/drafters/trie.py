@@ -13,11 +13,12 @@ from decode.tree import Tree
 class History:
     """What came of guesses lately: for each kind of guess, kept ones against the number that was expected.
 
-    Counts fade by `DECAY` a trial, so that the last few dozen decide; `WEIGHT` expected hits are taken to have come
-    true at the start.
+    Counts fade by `DECAY` a trial, so that the last few dozen decide, and by `FADE` a round, so that what is not tried
+    any more gets another chance; `WEIGHT` expected hits are taken to have come true at the start.
     """
 
     DECAY = 0.96
+    FADE = 0.99
     WEIGHT = 2.0
 
     def __init__(self) -> None:
@@ -26,6 +27,10 @@ class History:
     def count(self, kind: Hashable, expected: float, kept: bool) -> None:
         hits, hoped = self._counts.get(kind, (0.0, 0.0))
         self._counts[kind] = (self.DECAY * hits + kept, self.DECAY * hoped + expected)
+
+    def fade(self) -> None:
+        """A round has passed."""
+        self._counts = {kind: (self.FADE * hits, self.FADE * hoped) for kind, (hits, hoped) in self._counts.items()}
 
     def ratio(self, kind: Hashable) -> float:
         """Hits ÷ expected hits; 1 for a kind that was never tried."""

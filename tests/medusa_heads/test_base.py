@@ -271,3 +271,18 @@ def test_layers_that_read_tokens_in_order_are_refused_with_the_reason() -> None:
     model.config.layer_types = ["linear_attention", "full_attention"]
     with pytest.raises(UnsupportedModelError, match=r"kind linear_attention: .* branches of a tree"):
         Base.from_model(model)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt_neox", "gpt2", "gemma", "gemma3", "mistral-window"])
+def test_the_first_layers_are_shared_and_compute_what_they_do_in_the_base(family: str) -> None:
+    base = tiny_base(family)
+    part = base.first_layers(1)
+    ids = torch.tensor([[5, 9, 31, 8, 77, 12, 60, 3]])
+    entering = base.forward(ids, layers=[1]).layer_states[0]
+    children = dict(base.model.get_decoder().named_children())
+    norm = next(children[name] for name in ("norm", "ln_f", "final_layer_norm") if name in children)
+    assert torch.allclose(part.forward(ids).last_hidden_state, norm(entering), atol=1e-6)
+    assert part.num_layers == 1 and part.num_parameters < base.num_parameters
+    assert torch.allclose(base.project(base.forward(ids).last_hidden_state), base.model(ids).logits, atol=1e-5)
+    with pytest.raises(ConfigError, match="not a part of them"):
+        base.first_layers(base.num_layers)
