@@ -31,6 +31,42 @@ class PackedBatch:
         return PackedBatch(self.states.to(device), self.next_ids.to(device), self.remaining.to(device))
 
 
+@dataclass
+class SequenceBatch(PackedBatch):
+    """The same P positions, with the whole rows they stand in: what a head that attends reads.
+
+    Of a row of L tokens the L − 1 positions that have a next token are there; N is their sum over the rows.
+    """
+
+    features: tuple[Tensor, ...]
+    """(N, h) for each kind of state that was asked for."""
+    following: Tensor
+    """(N,) int64, the token that follows each of the N positions."""
+    where: Tensor
+    """(P,) int64, the place among the N of each of the P positions."""
+    lengths: list[int]
+    """Positions of each row."""
+    rows: list[int]
+    """Numbers of the rows in their source."""
+
+    def to(self, device: torch.device) -> SequenceBatch:
+        return SequenceBatch(
+            self.states.to(device),
+            self.next_ids.to(device),
+            self.remaining.to(device),
+            tuple(f.to(device) for f in self.features),
+            self.following.to(device),
+            self.where.to(device),
+            self.lengths,
+            self.rows,
+        )
+
+    @property
+    def positions(self) -> Tensor:
+        """(N,) int64, the position of each inside its row."""
+        return torch.cat([torch.arange(0), *map(torch.arange, self.lengths)]).to(self.where.device)
+
+
 def span_positions(input_ids: Sequence[int], supervised: Sequence[bool]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Positions of one sequence that predict a supervised token.
 

@@ -112,6 +112,10 @@ class EvaluationConfig:
     """At most this many held-out rows; null: all."""
     tree_nodes: int = 16
     """Node budget of the tree that is saved with the heads, the root included."""
+    tree_width: int = 4
+    """EAGLE: nodes that are read in a step of the dynamic tree that is saved."""
+    depth: int | None = None
+    """EAGLE: tokens ahead that are measured; null: as many as were unrolled."""
 
 
 @dataclass(frozen=True)
@@ -168,6 +172,7 @@ class TrainingConfig:
         heads, loss = self.heads, self.loss
         belongs: dict[str, tuple[bool, bool]] = {
             "heads.prefix_attention": (heads.prefix_attention, heads.family == "hydra"),
+            "evaluation.depth": (self.evaluation.depth is not None, heads.family == "eagle"),
             "heads.layers": (heads.layers is not None, heads.family == "eagle" and heads.version == 3),
             "loss.unroll": (loss.unroll > 1, heads.family == "eagle"),
             "loss.feature_noise": (loss.feature_noise > 0, heads.family == "eagle"),

@@ -68,21 +68,22 @@ def true_ranks(
 def collect_ranks(
     source: StateSource,
     row_indices: Sequence[int],
-    head_states: Callable[[Tensor], Tensor],
+    read: Callable[[StateSource, Sequence[int]], PackedBatch],
+    head_states: Callable[[PackedBatch], Tensor],
     project: Projection,
     rows: Rows,
     device: torch.device,
     chunk_positions: int = 256,
     batch_positions: int = 4096,
 ) -> Ranks:
-    """Ranks over whole rows, read in batches."""
+    """Ranks over whole rows, read in batches; `head_states` gives (K, P, h) for one."""
     ranks, remaining = [], []
     pending: list[int] = []
     for place, row in enumerate(row_indices):
         pending.append(row)
         if sum(source.sizes[r] for r in pending) >= batch_positions or place == len(row_indices) - 1:
-            batch = source.batch(pending).to(device)
-            ranks.append(true_ranks(head_states(batch.states), batch, project, rows, chunk_positions))
+            batch = read(source, pending).to(device)
+            ranks.append(true_ranks(head_states(batch), batch, project, rows, chunk_positions))
             remaining.append(batch.remaining.cpu().numpy())
             pending = []
     return Ranks(np.concatenate(ranks), np.concatenate(remaining))

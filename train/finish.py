@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from decode.dynamic import DynamicTree
+from decode.tree import Tree
 from train.evaluate import Ranks, best_tree, collect_ranks, path_probabilities, simulate, summarize
 from train.losses import Rows
 from train.progress import peak_bytes
 from train.states import StateSource
-from train.trainer import row_labels
+from train.trainer import HeadsTrainer
 
 if TYPE_CHECKING:
-    from medusa_heads.base import Base
-    from medusa_heads.medusa import MedusaHeads
     from train.config import TrainingConfig
 
 
@@ -30,23 +30,30 @@ def evaluation_groups(source: StateSource, rows: Sequence[int], limit: int | Non
 
 
 @torch.no_grad()
-def rank_rows(heads: MedusaHeads, base: Base, source: StateSource, rows: Sequence[int], chunk_positions: int) -> Ranks:
-    """Ranks of the heads' candidates on some rows, with the heads in the base's dtype, as they are decoded."""
+def rank_rows(trainer: HeadsTrainer, source: StateSource, rows: Sequence[int], depth: int) -> Ranks:
+    """Ranks of the heads' candidates on some rows, with the heads in the dtype that they are in."""
     return collect_ranks(
         source,
         rows,
-        lambda states: heads(states.to(base.dtype)),
-        lambda states: heads.head_logits(states, base),
-        Rows(row_labels(heads.draft_ids, base.vocab_size)),
-        base.device,
-        chunk_positions,
+        trainer.read,
+        lambda batch: trainer.head_states(batch, depth=depth),
+        trainer.projection(trainer.teacher),
+        Rows(trainer.labels),
+        trainer.base.device,
+        trainer.settings.chunk_positions,
     )
+
+
+def _tree(config: TrainingConfig, static: Tree, depth: int) -> dict[str, Any]:
+    """What `tree.json` says: limits of a dynamic tree for heads that draft depth by depth, else the static tree."""
+    if config.heads.family != "eagle":
+        return {"tree": static.to_dict()}
+    return {"dynamic": DynamicTree(depth, config.evaluation.tree_width, config.evaluation.tree_nodes).to_dict()}
 
 
 def finish(
     config: TrainingConfig,
-    base: Base,
-    heads: MedusaHeads,
+    trainer: HeadsTrainer,
     source: StateSource,
     train_rows: Sequence[int],
     eval_rows: Sequence[int],
@@ -59,13 +66,15 @@ def finish(
 
     from medusa_heads.card import model_card
 
+    heads, base = trainer.heads, trainer.base
     weights = {key: value.detach().clone() for key, value in heads.state_dict().items()}
     heads.to(base.dtype).eval()
+    depth = config.evaluation.depth or trainer.depth
     groups = evaluation_groups(source, eval_rows, config.evaluation.rows)
     if not groups:
         say("no held-out rows: evaluating on training rows instead")
         groups = evaluation_groups(source, train_rows, config.evaluation.rows)
-    found = {name: rank_rows(heads, base, source, rows, config.loss.chunk_positions) for name, rows in groups.items()}
+    found = {name: rank_rows(trainer, source, rows, depth) for name, rows in groups.items()}
     basis = "greedy" if "greedy" in found else "sampled"
     tree = best_tree(path_probabilities(found[basis]), config.evaluation.tree_nodes)
     lengths = {name: simulate(ranks, tree) for name, ranks in found.items()}
@@ -100,7 +109,7 @@ def finish(
         say(f"{name} ({len(ranks.ranks):,} positions): top-1 {top1}; top-5 {top5}")
         say(f"    acceptance length by nodes {by_nodes}")
     heads.float().load_state_dict(weights)
-    chosen = {"tree": tree.to_dict(), "chosen_for": basis, "acceptance_length": lengths}
+    chosen = {**_tree(config, tree, depth), "chosen_for": basis, "acceptance_length": lengths}
     card = model_card(
         heads.config,
         heads.num_parameters,

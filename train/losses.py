@@ -9,6 +9,11 @@ where s is the base's own state at position j+1+i, so that q is the base's law o
 logits is c·p − a·q − (1−a)·e_y with c the sum of the weights that are present, which is all that has to be known of
 a chunk: logits of a chunk are made, turned into their gradient, pulled back to u, and dropped. The gradients of all
 chunks are kept (K·P·h numbers) and handed to autograd in the backward pass; K·P·V numbers never stand in memory.
+(The teacher's term has the gradient of the Kullback-Leibler divergence from q to p, which is less by q's entropy.)
+
+A drafted token is accepted with probability A = Σ_v min(p_v, q_v) (Leviathan et al. 2023, theorem 3.5), so a loss may
+look at that: 1 − A, the total variation distance, or −log A, which weighs the positions where little is accepted
+more. With m_v = [p_v < q_v] the gradient of A by logit v is p_v (m_v − Σ_w m_w p_w).
 
 Drafting from a part of the vocabulary: p and q are normalised over the rows there are, labels elsewhere add nothing
 to the first term. With `log_weights` the rows are a random sample of the vocabulary, row v standing for exp(log w_v)
@@ -20,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +41,10 @@ class LossSettings:
     """T: below 1 sharpens the teacher, toward what greedy decoding accepts."""
     chunk_positions: int = 128
     """Target positions whose logits stand in memory at once; each costs (heads + 1) · V numbers."""
+    acceptance_weight: float = 0.0
+    """b: the loss is (1 − b) times the above and b times a loss on A."""
+    acceptance: Literal["total_variation", "log"] = "total_variation"
+    """1 − A, or −log A."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +176,9 @@ def _loss_and_gradient(
     Returns:
         loss (K, C) float32; hits (K, C) bool; gradient (K, C, V) in the logits' dtype, not scaled.
     """
-    alpha, hard = settings.teacher_weight, 1.0 - settings.teacher_weight
+    acceptance = settings.acceptance_weight
+    soft = (1.0 - acceptance) * settings.teacher_weight
+    hard = (1.0 - acceptance) * (1.0 - settings.teacher_weight)
     if log_weights is not None:
         logits = logits + log_weights.to(logits.dtype)
     p = torch.softmax(logits, dim=-1)  # float32 inside, rounded once
@@ -182,19 +193,64 @@ def _loss_and_gradient(
     if bool(vanished.any()):
         log_z[vanished] = torch.logsumexp(logits[vanished].float(), dim=-1)
     loss = hard * label_weight * (log_z - label_logit)
-    keep = alpha + hard * label_weight  # (C,): the gradient's weight of p
-    if hard and (log_weights is not None or bool((labels < 0).any())):
+    keep = soft + hard * label_weight  # (C,): the gradient's weight of p
+    q = _law(teacher(states), log_weights, settings.teacher_temperature, p.dtype) if soft or acceptance else p
+    towards_acceptance = None
+    if acceptance:
+        term, towards_acceptance = acceptance_loss(p, q, settings.acceptance)
+        loss = loss + acceptance * term
+    if acceptance or (hard and (log_weights is not None or bool((labels < 0).any()))):
         p *= keep[:, None].to(p.dtype)
-    if alpha:
-        wanted = teacher(states)
-        if settings.teacher_temperature != 1.0:
-            wanted = wanted / settings.teacher_temperature
-        if log_weights is not None:
-            wanted = wanted + log_weights.to(wanted.dtype)
-        q = torch.softmax(wanted, dim=-1).to(p.dtype)
+    if soft:
         expected = torch.bmm(logits.transpose(0, 1), q[:, :, None])[..., 0].T.float()
-        loss = loss + alpha * (log_z - expected)
-        p.sub_(q, alpha=alpha)
+        loss = loss + soft * (log_z - expected)
+        p.sub_(q, alpha=soft)
     if hard:
         p.scatter_add_(2, at, (-hard * label_weight).to(p.dtype)[None, :, None].expand_as(at))
+    if towards_acceptance is not None:
+        p.add_(towards_acceptance, alpha=acceptance)
     return loss, hits, p
+
+
+def _law(logits: Tensor, log_weights: Tensor | None, temperature: float, dtype: torch.dtype) -> Tensor:
+    """The teacher's distribution over the rows, (C, V)."""
+    if temperature != 1.0:
+        logits = logits / temperature
+    if log_weights is not None:
+        logits = logits + log_weights.to(logits.dtype)
+    return torch.softmax(logits, dim=-1).to(dtype)
+
+
+def acceptance_loss(p: Tensor, q: Tensor, kind: Literal["total_variation", "log"]) -> tuple[Tensor, Tensor]:
+    """1 − A or −log A with A = Σ min(p, q), and its gradient by the logits of p.
+
+    Args:
+        p: (K, C, V), q: (C, V), distributions.
+
+    Returns:
+        (K, C) float32, and (K, C, V) in the dtype of p. Where p = q the gradient is 0.
+    """
+    overlap = torch.minimum(p, q).sum(-1, dtype=torch.float32).clamp_min(1e-12)
+    gradient = p * (p < q)
+    gradient.addcmul_(p, gradient.sum(-1, keepdim=True, dtype=torch.float32).to(p.dtype), value=-1.0).neg_()
+    if kind == "total_variation":
+        return 1.0 - overlap, gradient
+    return -overlap.log(), gradient.div_(overlap[..., None].to(p.dtype))
+
+
+def feature_loss(head_states: Tensor, states: Tensor, remaining: Tensor, scale: Tensor) -> Tensor:
+    """EAGLE-1's regression: Σ over steps i of scale_i · Σ over its pairs of the mean over h of SmoothL1.
+
+    Args:
+        head_states: (K, P, h), step i's imitation of the state 1 + i positions further.
+        states: (P, h), the base's.
+        remaining: (P,), as in `train.batches.PackedBatch`.
+        scale: (K,).
+    """
+    total = head_states.new_zeros((), dtype=torch.float32)
+    for i, predicted in enumerate(head_states):
+        sources = torch.nonzero(remaining > i)[:, 0]
+        wanted = states[sources + 1 + i].float()
+        distance = nn.functional.smooth_l1_loss(predicted[sources].float(), wanted, reduction="none")
+        total = total + scale[i] * distance.mean(-1).sum()
+    return total

@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from train.batches import PackedBatch, count_targets, span_positions
+from train.batches import PackedBatch, SequenceBatch, count_targets, span_positions
 from train.data import Example
 from train.features import FeaturesError, base_states
 
@@ -41,6 +41,44 @@ class StateSource(ABC):
     @abstractmethod
     def batch(self, rows: Sequence[int]) -> PackedBatch:
         """The spans of `rows`, end to end."""
+
+    @abstractmethod
+    def require(self, names: Sequence[str]) -> None:
+        """Raises FeaturesError unless whole rows of these states can be had."""
+
+    @abstractmethod
+    def row_states(self, rows: Sequence[int], names: Sequence[str]) -> list[list[Tensor]]:
+        """For each of `names` (`last`, `layer_3`), the states (T_r, h) of each whole row."""
+
+    def sequences(self, rows: Sequence[int], names: Sequence[str]) -> SequenceBatch:
+        """The spans of `rows`, end to end, and the whole rows with the states `names`."""
+        wanted = list(dict.fromkeys(("last", *names)))
+        found = dict(zip(wanted, self.row_states(rows, wanted), strict=True))
+        lengths = [len(self.examples[r]) - 1 for r in rows]
+        starts = np.cumsum([0, *lengths])[:-1]
+        spans = [self.spans[r] for r in rows]
+        packed = pack_spans(
+            [s[torch.from_numpy(k[0]).to(s.device)] for s, k in zip(found["last"], spans, strict=True)],
+            spans,
+            self.no_states(),
+        )
+        nothing = np.zeros(0, dtype=np.int64)
+        following = [np.asarray(self.examples[r].input_ids[1:], dtype=np.int64) for r in rows]
+        where = [start + k[0] for start, k in zip(starts, spans, strict=True)]
+        return SequenceBatch(
+            packed.states,
+            packed.next_ids,
+            packed.remaining,
+            tuple(torch.cat([self.no_states(), *(s[:-1] for s in found[name])]) for name in names),
+            torch.from_numpy(np.concatenate([nothing, *following])),
+            torch.from_numpy(np.concatenate([nothing, *where])),
+            lengths,
+            list(rows),
+        )
+
+    @abstractmethod
+    def no_states(self) -> Tensor:
+        """(0, h), in the dtype and on the device of the states."""
 
 
 class FeatureStore(StateSource):
@@ -109,7 +147,22 @@ class FeatureStore(StateSource):
             if self.settings["positions"] == "all":
                 found = found[torch.from_numpy(self.spans[row][0])]
             states.append(found)
-        return pack_spans(states, [self.spans[row] for row in rows], self._states[0]["last"])
+        return pack_spans(states, [self.spans[row] for row in rows], self.no_states())
+
+    def row_states(self, rows: Sequence[int], names: Sequence[str]) -> list[list[Tensor]]:
+        return [[self.states(row, name) for row in rows] for name in names]
+
+    def require(self, names: Sequence[str]) -> None:
+        missing = sorted(set(names) - set(self._states[0]))
+        if self.settings["positions"] != "all" or missing:
+            held = f"positions: {self.settings['positions']}, layers: {self.settings['layers']}"
+            lacks = f" and the states {', '.join(missing)}" if missing else ""
+            raise FeaturesError(
+                f"these heads read whole rows (features.positions: all){lacks}; {self.directory} was cached with {held}"
+            )
+
+    def no_states(self) -> Tensor:
+        return self._states[0]["last"][:0]
 
     def check_base(self, base: Base) -> None:
         """Raises FeaturesError where the states come from another base than `base`."""
@@ -123,12 +176,12 @@ class FeatureStore(StateSource):
 
 
 def pack_spans(
-    states: Sequence[Tensor], spans: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]], like: Tensor
+    states: Sequence[Tensor], spans: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]], nothing: Tensor
 ) -> PackedBatch:
-    """Lays rows end to end. `like` gives dtype and width where there are no rows."""
+    """Lays rows end to end. `nothing` (0, h) is what no rows give."""
     if not states:
         empty = torch.zeros(0, dtype=torch.long)
-        return PackedBatch(like[:0].reshape(0, like.shape[-1]), empty, empty)
+        return PackedBatch(nothing, empty, empty)
     next_ids = torch.from_numpy(np.concatenate([s[1] for s in spans]))
     remaining = torch.from_numpy(np.concatenate([s[2] for s in spans]))
     return PackedBatch(torch.cat(list(states)), next_ids, remaining)
@@ -148,15 +201,26 @@ class LiveStates(StateSource):
 
     def batch(self, rows: Sequence[int]) -> PackedBatch:
         """The spans of `rows`, end to end, by a fresh forward of the base."""
+        spans = [self.spans[r] for r in rows]
+        (found,) = self.row_states(rows, ("last",))
+        states = [s[torch.from_numpy(k[0]).to(s.device)] for s, k in zip(found, spans, strict=True)]
+        return pack_spans(states, spans, self.no_states())
+
+    def require(self, names: Sequence[str]) -> None:
+        """Any states can be computed."""
+
+    def row_states(self, rows: Sequence[int], names: Sequence[str]) -> list[list[Tensor]]:
         start = time.perf_counter()
-        found, _ = base_states(self.base, [self.examples[r] for r in rows], (), self.batch_tokens)
+        layers = [int(name.removeprefix("layer_")) for name in names if name != "last"]
+        found, _ = base_states(self.base, [self.examples[r] for r in rows], layers, self.batch_tokens)
         if self.base.device.type == "cuda":
             torch.cuda.synchronize(self.base.device)
         self.seconds += time.perf_counter() - start
         self.tokens += sum(len(self.examples[r]) for r in rows)
-        spans = [self.spans[r] for r in rows]
-        states = [s[torch.from_numpy(k[0]).to(s.device)] for s, k in zip(found["last"], spans, strict=True)]
-        return pack_spans(states, spans, torch.zeros(0, self.base.hidden_size, dtype=self.base.dtype))
+        return [found[name] for name in names]
+
+    def no_states(self) -> Tensor:
+        return torch.zeros(0, self.base.hidden_size, dtype=self.base.dtype, device=self.base.device)
 
 
 def check_features(base: Base, store: FeatureStore, rows: Sequence[int]) -> float:

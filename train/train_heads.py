@@ -28,12 +28,12 @@ from train.batches import plan_epoch, share_rows, steps_in_epoch
 from train.checkpoint import Interrupt, latest_checkpoint, load_checkpoint, save_checkpoint
 from train.config import TrainingConfig, load_config
 from train.data import held_out
+from train.families import make_trainer
 from train.finish import finish
 from train.losses import head_weights
 from train.progress import Meter, peak_memory
 from train.sources import open_source
 from train.states import LiveStates
-from train.trainer import MedusaTrainer, make_heads
 
 
 def train(config: TrainingConfig) -> Path:
@@ -62,7 +62,9 @@ def train(config: TrainingConfig) -> Path:
     sizes = [source.sizes[r] for r in train_rows]
     lengths = [len(source.examples[r]) for r in train_rows] if config.features.directory is None else None
 
-    heads = make_heads(config, base, [source.examples[r] for r in train_rows])
+    trainer = make_trainer(config, base, [source.examples[r] for r in train_rows])
+    trainer.check_source(source)
+    heads = trainer.heads
     say(
         f"base {base.name}: {base.num_parameters:,} parameters; heads: {heads.num_parameters:,} "
         f"({heads.num_parameters / base.num_parameters:.2%} of the base)"
@@ -72,7 +74,6 @@ def train(config: TrainingConfig) -> Path:
     )
     say(f"{len(train_rows):,} rows with {sum(sizes):,} positions to train on, {len(eval_rows):,} rows held out")
 
-    trainer = MedusaTrainer(heads, base, config)
     settings = config.optimizer
     optimizer = torch.optim.AdamW(
         trainer.parameters(),
@@ -95,7 +96,7 @@ def train(config: TrainingConfig) -> Path:
         step = load_checkpoint(accelerator, checkpoint, config)
         say(f"resumed from {checkpoint} at step {step} of {total}")
 
-    weights = torch.tensor(head_weights(config.heads.num_heads, config.loss.head_decay))
+    weights = torch.tensor(head_weights(trainer.depth, config.loss.head_decay))
     parts = accelerator.num_processes * config.gradient_accumulation_steps
     mine = range(accelerator.process_index, parts, accelerator.num_processes)
     plan: list[list[int]] = []
@@ -114,7 +115,7 @@ def train(config: TrainingConfig) -> Path:
             scale = (weights / pairs.clamp_min(1) * parts).to(accelerator.device)
             shares = share_rows(rows, source.sizes, parts)
             for part in mine:
-                batch = source.batch(shares[part]).to(accelerator.device)
+                batch = trainer.read(source, shares[part]).to(accelerator.device)
                 with accelerator.accumulate(model):
                     loss, figures = model(batch, scale, step)
                     accelerator.backward(loss)
@@ -143,7 +144,7 @@ def train(config: TrainingConfig) -> Path:
     say(peak_memory(accelerator.device))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        finish(config, base, trainer.heads, source, train_rows, eval_rows, run, say)
+        finish(config, trainer, source, train_rows, eval_rows, run, say)
     accelerator.wait_for_everyone()
     accelerator.end_training()
     return Path(config.output)

@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from medusa_heads.medusa import MedusaHeads
 from train.batches import PackedBatch
-from train.data import Example
 from train.losses import LossSettings, Projection, Rows, chunked_loss
-from train.states import choose_draft_ids
 
 if TYPE_CHECKING:
     from medusa_heads.base import Base
+    from medusa_heads.eagle import EagleHeads
+    from medusa_heads.hydra import HydraHeads
+    from medusa_heads.medusa import MedusaHeads
     from train.config import TrainingConfig
+    from train.states import StateSource
 
-
-def make_heads(config: TrainingConfig, base: Base, examples: Sequence[Example]) -> MedusaHeads:
-    """New heads as the config asks; a draft vocabulary is chosen from the training examples."""
-    size = config.heads.draft_vocab_size
-    heads = MedusaHeads.for_base(
-        base,
-        num_heads=config.heads.num_heads,
-        num_layers=config.heads.num_layers,
-        own_projection=config.heads.own_projection,
-        draft_ids=None if size is None else choose_draft_ids(examples, size),
-    )
-    return heads.float()
+    Heads = MedusaHeads | HydraHeads | EagleHeads
 
 
 def row_labels(ids: Tensor | None, vocab_size: int) -> Tensor | None:
@@ -72,36 +63,63 @@ class BaseRows:
         return self.base.rescale(nn.functional.linear(states.to(self.weight.dtype), self.weight, self.bias))
 
 
-class MedusaTrainer(nn.Module):
-    """Medusa heads with the loss of `train.losses` over the rows they draft from."""
+class HeadsTrainer(nn.Module, ABC):
+    """Heads with the loss of `train.losses` over the rows they draft from.
 
-    def __init__(self, heads: MedusaHeads, base: Base, config: TrainingConfig):
+    Whatever the family, `head_states[i, p]` guesses the token 2 + i places behind position p, given the tokens between.
+    """
+
+    def __init__(self, heads: Heads, base: Base, config: TrainingConfig, depth: int):
         super().__init__()
         self.heads = heads
         self.base = base
+        self.depth = depth
+        """Tokens ahead that the loss is over: heads, or unrolled steps."""
         self.seed = config.seed
         self.sampled_rows = config.loss.sampled_rows
+        loss = config.loss
         self.settings = LossSettings(
-            config.loss.teacher_weight, config.loss.teacher_temperature, config.loss.chunk_positions
+            loss.teacher_weight, loss.teacher_temperature, loss.chunk_positions, loss.acceptance_weight, loss.acceptance
         )
         self.teacher = BaseRows(base, heads.draft_ids)
         self.labels = row_labels(heads.draft_ids, base.vocab_size)
-        own = heads.config.own_projection
-        self.own_parameters = tuple(heads.lm_heads.parameters()) if own else ()
+        self.own_parameters: tuple[nn.Parameter, ...] = ()
+        """Vocabulary projections that are trained: one for all depths, or one each."""
 
-    def head_states(self, states: Tensor) -> Tensor:
-        """(P, h) → (K, P, h), in the autocast dtype or the heads' own."""
-        kind = states.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else next(self.parameters()).dtype
-        return self.heads(states.to(dtype))
+    def check_source(self, source: StateSource) -> None:
+        """Raises FeaturesError where the source lacks states that these heads read."""
+
+    def read(self, source: StateSource, rows: Sequence[int]) -> PackedBatch:
+        """What a step reads of `rows`."""
+        return source.batch(rows)
+
+    def compute_dtype(self, device: torch.device) -> torch.dtype:
+        """Of a step's states: autocast's, or the heads' own."""
+        if torch.is_autocast_enabled(device.type):
+            return torch.get_autocast_dtype(device.type)
+        return next(self.parameters()).dtype
+
+    @abstractmethod
+    def head_states(self, batch: PackedBatch, step: int | None = None, depth: int | None = None) -> Tensor:
+        """(depth, P, h), as the vocabulary projection reads them.
+
+        Args:
+            step: number of the training step, for what is random in it; None: nothing is.
+            depth: tokens ahead, where the family can choose; default as trained.
+        """
+
+    def further_loss(self, head_states: Tensor, batch: PackedBatch, scale: Tensor) -> Tensor | None:
+        """What a family adds to the loss on tokens."""
+        return None
 
     def forward(self, batch: PackedBatch, scale: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """Loss and figures of `train.losses.chunked_loss`."""
+        """The loss, and the figures of `train.losses.chunked_loss`."""
         rows, teacher = Rows(self.labels), self.teacher
         if self.sampled_rows is not None:
             rows, teacher = self._sampled(step)
-        return chunked_loss(
-            self.head_states(batch.states),
+        states = self.head_states(batch, step)
+        loss, figures = chunked_loss(
+            states,
             batch.states,
             batch.next_ids,
             batch.remaining,
@@ -112,13 +130,18 @@ class MedusaTrainer(nn.Module):
             self.settings,
             self.own_parameters,
         )
+        further = self.further_loss(states, batch, scale)
+        return (loss if further is None else loss + further), figures
 
     def projection(self, shared: Projection) -> Projection:
         """(K, C, h) → (K, C, V): the heads' own projections, or the shared rows."""
-        if not self.own_parameters:
+        own = self.own_parameters
+        if not own:
             return shared
+        if len(own) == 1:
+            return lambda states: nn.functional.linear(states, own[0].to(states.dtype))
         return lambda states: torch.stack(
-            [nn.functional.linear(x, own.to(x.dtype)) for x, own in zip(states, self.own_parameters, strict=True)]
+            [nn.functional.linear(x, w.to(x.dtype)) for x, w in zip(states, own, strict=True)]
         )
 
     def _sampled(self, step: int) -> tuple[Rows, BaseRows]:
@@ -128,3 +151,17 @@ class MedusaTrainer(nn.Module):
         places, log_weights = sample_rows(len(ids), int(self.sampled_rows or 0), self.seed, step)
         chosen = ids[places.to(ids.device)]
         return Rows(row_labels(chosen, self.base.vocab_size), log_weights.to(ids.device)), BaseRows(self.base, chosen)
+
+
+class MedusaTrainer(HeadsTrainer):
+    """Medusa heads: all of them read the base's state at the position itself."""
+
+    heads: MedusaHeads
+
+    def __init__(self, heads: MedusaHeads, base: Base, config: TrainingConfig):
+        super().__init__(heads, base, config, depth=heads.config.num_heads)
+        if heads.config.own_projection:
+            self.own_parameters = tuple(heads.lm_heads.parameters())
+
+    def head_states(self, batch: PackedBatch, step: int | None = None, depth: int | None = None) -> Tensor:
+        return self.heads(batch.states.to(self.compute_dtype(batch.states.device)))
