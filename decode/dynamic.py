@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,12 +83,12 @@ class TreeChoice:
         return max(self.likeliest.depth, self.drawn.depth)
 
 
-def read_choice(directory: Path) -> TreeChoice:
+def read_choice(directory: Path, deepest: int | None = None) -> TreeChoice:
     """What heads were saved with: `tree.json` with limits (`dynamic`), a topology (`tree`), or both, of which the
-    topology then serves drawn children; the defaults where there is no such file."""
+    topology then serves drawn children; the defaults, not deeper than `deepest`, where there is no such file."""
     path = directory / "tree.json"
     if not path.is_file():
-        return TreeChoice.of(DEFAULT)
+        return TreeChoice.of(replace(DEFAULT, depth=min(DEFAULT.depth, deepest or DEFAULT.depth)))
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         tree = Tree.from_dict(data["tree"]) if "tree" in data else None
@@ -99,12 +99,12 @@ def read_choice(directory: Path) -> TreeChoice:
         raise HeadsError(f"{path} holds no tree: {error}") from None
 
 
-def tuned_choice(directory: Path, base: Base) -> TreeChoice:
-    """The choice of heads with what was tuned on this machine in its place: limits for the likeliest children, a
-    topology for drawn ones (`medusa-decode tune`, and the same with `--sampled`)."""
+def tuned_choice(directory: Path, base: Base, deepest: int | None = None) -> TreeChoice:
+    """The choice of heads (see `read_choice`) with what was tuned on this machine in its place: limits for the
+    likeliest children, a topology for drawn ones (`medusa-decode tune`, and the same with `--sampled`)."""
     from decode.profiles import read_profile
 
-    choice, tuned = read_choice(directory), read_profile(directory, base)
+    choice, tuned = read_choice(directory, deepest), read_profile(directory, base)
     if tuned is None:
         return choice
     return TreeChoice(choice.likeliest, tuned) if isinstance(tuned, Tree) else TreeChoice(tuned, choice.drawn)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from decode.cache import TreeCache
 from decode.drafters import Draft, DraftRow
+from decode.drafters.gather import join_states, kept_states, take
 from decode.drafters.growth import grow, start_growths
 from decode.drafters.projection import draft_projection
 from decode.dynamic import DynamicTree, TreeChoice, tuned_choice
@@ -118,7 +119,7 @@ class EagleSession:
         for row, (seen, path) in enumerate(zip(self.seen, paths, strict=True)):
             if path:
                 seen.tokens += [ids[row][node] for node in path]
-                seen.fresh.append(_kept(output, row, path))
+                seen.fresh.append(kept_states(output, row, path))
 
     @torch.no_grad()
     def draft(self, roots: Sequence[int], nodes: int | None = None) -> Draft:
@@ -184,7 +185,7 @@ class EagleSession:
         width, base = max(counts), self.drafter.base
         ids = [text[b + 1 : b + 1 + n] + [0] * (width - n) for text, b, n in zip(texts, begins, counts, strict=True)]
         places = torch.tensor(begins, device=base.device)[:, None] + torch.arange(width, device=base.device)
-        features = _take(self.features, places.clamp_max(self.features.shape[1] - 1))
+        features = take(self.features, places.clamp_max(self.features.shape[1] - 1))
         visible = None
         if self.cache.offset > 0:
             visible = self.cache.visible(torch.ones(width, width, dtype=torch.bool, device=base.device).tril())
@@ -196,11 +197,7 @@ class EagleSession:
         counts = [sum(len(part.last_hidden_state) for part in seen.fresh) for seen in self.seen]
         if not any(counts):
             return
-        parts = [part for seen in self.seen for part in seen.fresh]
-        states = BaseOutput(
-            torch.cat([part.last_hidden_state for part in parts])[None],
-            tuple(torch.cat(layer)[None] for layer in zip(*(part.layer_states for part in parts), strict=True)),
-        )
+        states = join_states([part for seen in self.seen for part in seen.fresh])
         values = self.drafter.heads.fuse(states)[0].split(counts)
         self._make_room(max(seen.fused + count for seen, count in zip(self.seen, counts, strict=True)), values[0])
         assert self.features is not None
@@ -239,11 +236,11 @@ class _Round:
         above = torch.tensor(parents, device=device)
         width = above.shape[1]
         own = torch.eye(width, dtype=torch.bool, device=device).expand(len(tokens), width, width)
-        self.ancestors = torch.cat((_take(self.ancestors, above), own), dim=-1)
+        self.ancestors = torch.cat((take(self.ancestors, above), own), dim=-1)
         positions = cache.positions(torch.full((width,), self.depth, device=device))
         self.outputs = drafter.heads(
             drafter.base.embed(torch.tensor(tokens, device=device)),
-            _take(self.outputs, above),
+            take(self.outputs, above),
             positions,
             cache.visible(self.ancestors),
             cache,
@@ -251,15 +248,3 @@ class _Round:
         cache.hold(width)
         self.depth += 1
         return drafter.logits(self.outputs)
-
-
-def _kept(output: BaseOutput, row: int, path: Sequence[int]) -> BaseOutput:
-    """The states (n, h) of a row's kept positions: views of a run of prompt tokens, copies of a tree's path."""
-    index: slice | list[int] = slice(path.start, path.stop) if isinstance(path, range) else list(path)
-    return BaseOutput(output.last_hidden_state[row, index], tuple(s[row, index] for s in output.layer_states))
-
-
-def _take(values: Tensor, places: Tensor) -> Tensor:
-    """(B, S, n), (B, M) → (B, M, n)."""
-    rows = torch.arange(len(values), device=values.device)[:, None]
-    return values[rows, places]
