@@ -110,6 +110,14 @@ def resolve_embedded(name: str, *, local_files_only: bool = False) -> Path:
     return target
 
 
+def converted(name: str) -> Path | None:
+    """The directory of an embedded base that is in the cache already; None for any other name."""
+    if name not in EMBEDDED:
+        return None
+    target = cache_dir() / f"{name}-{EMBEDDED[name].sha256[:8]}"
+    return target if is_complete(target) else None
+
+
 def hub_is_offline() -> bool:
     """What `HF_HUB_OFFLINE` (or its older name `TRANSFORMERS_OFFLINE`) says, read at each call."""
     values = (os.environ.get("HF_HUB_OFFLINE", ""), os.environ.get("TRANSFORMERS_OFFLINE", ""))

@@ -17,5 +17,9 @@ class HeadsError(UserError):
     """The heads cannot be read, or belong to another base."""
 
 
+class BaseNeeded(HeadsError):
+    """The heads cannot be read or written without their base at hand."""
+
+
 class ConfigError(UserError):
     """A configuration is wrong: an unknown key, or values that clash."""

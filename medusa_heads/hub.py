@@ -7,9 +7,9 @@ renamed, so that a directory with that name is always whole.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
-import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,6 +28,7 @@ from medusa_heads.fetching import EXTRAS, WEIGHTS, heads_directory, one_line
 from medusa_heads.formats import base_of_foreign, is_own, read_foreign
 from medusa_heads.formats.checkpoint import CONFIG, read_json
 from medusa_heads.formats.reading import Reading
+from medusa_heads.placing import placed
 
 if TYPE_CHECKING:
     from medusa_heads.base import Base
@@ -48,19 +49,20 @@ def read_config(directory: Path) -> HeadsConfig:
         raise HeadsError(f"{path}: {error}") from None
 
 
-def open_heads(directory: Path, base: Base | None = None) -> Reading:
+def open_heads(directory: Path, base: Base | None = None, named: str | None = None) -> Reading:
     """The heads of a directory in this project's layout or another's, as tensors; the latter are logged with what they
     were taken for.
 
     Args:
         base: what some formats leave to the base is taken from it.
+        named: a base whose config is asked for that instead, if it lies on this machine.
     """
     if not (directory / CONFIG).is_file():
         raise HeadsError(f"{directory} has no {CONFIG}: not a directory of heads")
     if is_own(directory):
         weights = directory / WEIGHTS
         return Reading(OWN_TYPE, read_config(directory), read_weights(weights), weights)
-    reading = read_foreign(directory, base)
+    reading = read_foreign(directory, base, named)
     LOG.warning("%s", reading)
     return reading
 
@@ -113,32 +115,6 @@ def check_base(config: HeadsConfig, base: Base, check_weights: bool = True) -> N
                 f"these heads belong to another base: {name} is {trained_on!r} for {config.base_model_name_or_path!r}, "
                 f"on which they were trained, and {ours[name]!r} for {base.name!r}"
             )
-
-
-def _check_replaceable(target: Path) -> None:
-    if target.exists() and not target.is_dir():
-        raise HeadsError(f"cannot save heads at {target}: it is there, and not a directory")
-    foreign = sorted({path.name for path in target.iterdir()} - {CONFIG, WEIGHTS, *EXTRAS}) if target.exists() else []
-    if foreign:
-        raise HeadsError(f"cannot save heads at {target}: it holds other files ({', '.join(foreign[:5])})")
-
-
-def _put_in_place(made: Path, target: Path) -> None:
-    """Renames `made` to `target`. A directory that was there is moved aside first, and back if that fails."""
-    if not target.exists():
-        made.rename(target)
-        return
-    aside = Path(tempfile.mkdtemp(prefix=f".{target.name}-old-", dir=target.parent))
-    old = aside / target.name
-    try:
-        target.rename(old)
-        made.rename(target)
-    except OSError:
-        if old.exists():
-            old.rename(target)
-        aside.rmdir()
-        raise
-    shutil.rmtree(aside, ignore_errors=True)
 
 
 class HeadsHubMixin(ModelHubMixin, library_name="medusa-heads", tags=["medusa-heads", "speculative-decoding"]):
@@ -205,6 +181,9 @@ class HeadsHubMixin(ModelHubMixin, library_name="medusa-heads", tags=["medusa-he
         heads = cls(config)
         module: Any = heads
         load_exact(module, reading.tensors, str(reading.where))
+        floats = {p.dtype for p in module.parameters()}
+        if len(floats) > 1:  # copies of a base's weights in another dtype than the heads'
+            module.to(functools.reduce(torch.promote_types, floats))
         try:
             heads.check_loaded()
         except ValueError as error:
@@ -238,18 +217,11 @@ class HeadsHubMixin(ModelHubMixin, library_name="medusa-heads", tags=["medusa-he
         unknown = sorted(set(extras or {}) - set(EXTRAS))
         if unknown:
             raise ValueError(f"unknown files {unknown}; a heads' directory holds {EXTRAS} beside config and weights")
-        _check_replaceable(target)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-        try:
+        with placed(target, {CONFIG, WEIGHTS, *EXTRAS}) as scratch:
             self._save_pretrained(scratch, dtype=dtype)
             for name, text in (extras or {}).items():
                 (scratch / name).write_text(text, encoding="utf-8")
             type(self).from_pretrained(scratch)
-            scratch.chmod(0o755)
-            _put_in_place(scratch, target)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
         if push_to_hub:
             return self.push_directory(target, repo_id or target.name, **push_options)
         return None

@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 
 from decode.cli.chat import chat
 from decode.cli.compare import compare
+from decode.cli.convert import convert
 from decode.cli.generate import generate
 from decode.cli.inspect import inspect
 from decode.cli.predict import predict
@@ -58,7 +59,7 @@ def describe(error: Exception) -> str:
 
 
 app = typer.Typer(cls=OneLineErrors, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-for command in (generate, chat, compare, inspect, predict, tune, verify):
+for command in (generate, chat, compare, convert, inspect, predict, tune, verify):
     app.command()(command)
 
 

@@ -7,6 +7,7 @@ maps every tensor of the heads by name and refuses what is left over; a director
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -42,22 +43,24 @@ def is_own(directory: Path) -> bool:
     return path.is_file() and read_json(path).get("model_type") == OWN_TYPE
 
 
-def read_foreign(directory: Path, base: Base | None = None) -> Reading:
+def read_foreign(directory: Path, base: Base | None = None, named: str | None = None) -> Reading:
     """Heads of another project, in this project's terms.
 
     Args:
         base: the base that they are for, where it is at hand: what some formats leave to it is taken from it, and
             copies of its weights in the file are compared with it.
+        named: a base whose config is asked instead, if it lies on this machine; default the one that the heads name.
 
     Raises:
+        BaseNeeded: the base has to be told or at hand.
         HeadsError: nothing that is known, more than one thing, or damaged.
     """
     reader, checkpoint = recognise(directory)
-    reading = reader.read(checkpoint, base)
+    reading = reader.read(replace(checkpoint, named_base=named), base)
     if not checkpoint.skipped:
         return reading
     beside = f"{', '.join(checkpoint.skipped)} beside {checkpoint.file.name} was not read"
-    return Reading(reading.format, reading.config, reading.tensors, reading.where, (*reading.notes, beside))
+    return replace(reading, notes=(*reading.notes, beside))
 
 
 def base_of_foreign(directory: Path) -> str | None:

@@ -50,6 +50,8 @@ class Checkpoint:
     load: Callable[[Sequence[str]], dict[str, Tensor]]
     skipped: tuple[str, ...] = ()
     """Files beside it that hold the same by convention and were not read."""
+    named_base: str | None = None
+    """The base that the caller names, of which only the config is looked at."""
 
     def tensors(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Tensors by name, on the CPU in their own dtype. Raises HeadsError for a damaged or exotic one."""

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from medusa_heads.config import EagleConfig
-from medusa_heads.errors import HeadsError
+from medusa_heads.errors import BaseNeeded, HeadsError
+from medusa_heads.formats.adapting import State, Written, without_choice
 from medusa_heads.formats.checkpoint import Checkpoint
-from medusa_heads.formats.llama_layer import layer_names, read_shape
+from medusa_heads.formats.llama_layer import layer_names, llama_config, llama_state, read_shape
 from medusa_heads.formats.reading import (
     Reading,
     base_name,
@@ -87,7 +88,7 @@ def read(checkpoint: Checkpoint, base: Base | None = None) -> Reading:
         vocab, note = copied_embedding(checkpoint, theirs[EMBEDDING], hidden, base)
         notes.append(note)
     if vocab is None:
-        raise HeadsError(f"{checkpoint.file}: nothing tells the size of the vocabulary: load the head with its base")
+        raise BaseNeeded(f"{checkpoint.file}: nothing tells the size of the vocabulary: load the head with its base")
     heads = EagleConfig(
         hidden_size=hidden,
         vocab_size=vocab,
@@ -112,3 +113,34 @@ def bias_note(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple
     if isinstance(said, bool) and said != found:
         return (f"config.json says bias {str(said).lower()}, the file holds {'one' if found else 'none'}",)
     return ()
+
+
+def write(state: State, base: Base | None, all_rows: bool, for_vllm: bool) -> Written:
+    """EAGLE-1 for vLLM, or for the first project's code and those that follow it (SGLang).
+
+    The first project's needs the base's embedding in the file, and takes a bias of `fc` but no projection; vLLM has it
+    the other way round.
+    """
+    title = "vLLM's EAGLE-1" if for_vllm else "the first project's EAGLE-1"
+    state, notes = without_choice(state, title, all_rows)
+    config = state.config
+    assert isinstance(config, EagleConfig)
+    if for_vllm and config.fc_bias:
+        raise HeadsError(f"{title} drops the bias of fc, which this head has")
+    if not for_vllm and config.own_projection:
+        raise HeadsError(f"{title} uses the base's projection; this head has one of its own")
+    state = llama_state(state)
+    tensors = {_theirs(name): tensor for name, tensor in state.tensors.items()}
+    written = llama_config(config.shape, config.hidden_size, config.vocab_size, title)
+    written |= {"architectures": ["LlamaForCausalLM"], "base_model_name_or_path": config.base_model_name_or_path}
+    if not for_vllm:
+        if base is None:
+            raise BaseNeeded(f"{title} holds a copy of the base's embedding: name the base (--base)")
+        written["bias"] = config.fc_bias
+        embedding = base.model.get_input_embeddings().weight
+        tensors[EMBEDDING] = embedding.detach().to("cpu", copy=True).contiguous()
+    return Written(written, tensors, "model.safetensors", state.tensors, notes)
+
+
+def _theirs(name: str) -> str:
+    return f"layers.0.{name.removeprefix('layer.')}" if name.startswith("layer.") else name

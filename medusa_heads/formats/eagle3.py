@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from medusa_heads.config import EagleConfig
-from medusa_heads.errors import HeadsError
+from medusa_heads.errors import BaseNeeded, HeadsError
+from medusa_heads.formats.adapting import State, Written, projection_rows
 from medusa_heads.formats.checkpoint import Checkpoint
-from medusa_heads.formats.llama_layer import layer_names, read_shape
+from medusa_heads.formats.llama_layer import layer_names, llama_config, llama_state, read_shape
 from medusa_heads.formats.reading import (
     Reading,
     base_name,
@@ -55,7 +56,8 @@ def read(checkpoint: Checkpoint, base: Base | None = None) -> Reading:
     _refuse_variants(checkpoint)
     known = facts(checkpoint, base, base_of(checkpoint))
     layers, note = fused_layers(checkpoint.config, known.num_layers, checkpoint)
-    return read_named(checkpoint, base, title, checkpoint.config, layers, base_of(checkpoint), (note,))
+    before = checkpoint.config.get("norm_before_residual") is True
+    return read_named(checkpoint, base, title, checkpoint.config, layers, base_of(checkpoint), (note,), before)
 
 
 def _refuse_variants(checkpoint: Checkpoint) -> None:
@@ -84,7 +86,7 @@ def fused_layers(config: Mapping[str, Any], num_layers: int | None, checkpoint: 
     default = None if num_layers is None else [2, num_layers // 2, num_layers - 3]
     if not said:
         if default is None or min(default) < 0:
-            raise HeadsError(
+            raise BaseNeeded(
                 f"{checkpoint.file}: the config does not say which states are fused, and the base's number of layers, "
                 "which the default depends on, is not known: load the head with its base"
             )
@@ -194,7 +196,7 @@ def _vocabularies(
         if said is not None and said != vocab:
             raise HeadsError(f"{checkpoint.file}: t2d is over {vocab} tokens, the base's vocabulary has {said}")
     if type(vocab) is not int or vocab < 1:
-        raise HeadsError(f"{checkpoint.file}: nothing tells the size of the vocabulary: load the head with its base")
+        raise BaseNeeded(f"{checkpoint.file}: nothing tells the size of the vocabulary: load the head with its base")
     if "d2t" not in maps:
         if "t2d" in maps:
             raise HeadsError(f"{checkpoint.file} holds t2d without d2t")
@@ -219,3 +221,96 @@ def draft_ids(offsets: Tensor, mask: Tensor | None, vocab: int, checkpoint: Chec
         if mask.dtype != torch.bool or not torch.equal(mask, expected):
             raise HeadsError(f"{checkpoint.file}: d2t and t2d name different tokens")
     return ids
+
+
+def engine_state(state: State, base: Base | None, title: str) -> tuple[State, tuple[str, ...]]:
+    """The head as all engines hold it: with a projection of its own, the draft's rows in the order of their ids.
+
+    Trainers that go on from such a file take rows in that order by t2d, so that another would be misread by them.
+    """
+    notes: tuple[str, ...] = ()
+    state = llama_state(state)
+    config, tensors = state.config, dict(state.tensors)
+    if not config.own_projection:
+        tensors["lm_head.weight"], notes = projection_rows(base, tensors.get("draft_ids"), title)
+    if "draft_ids" in tensors:
+        order = tensors["draft_ids"].argsort()
+        tensors["draft_ids"] = tensors["draft_ids"][order]
+        tensors["lm_head.weight"] = tensors["lm_head.weight"][order].contiguous()
+    return state.changed(tensors, own_projection=True), notes
+
+
+def named_tensors(state: State, prefix: str) -> dict[str, Tensor]:
+    """The head under the names of other projects; `prefix` is the draft layer's."""
+    config = state.config
+    assert isinstance(config, EagleConfig)
+    rest = dict(state.tensors)
+    ids = rest.pop("draft_ids", None)
+    fixed = {
+        "hidden_norm.weight": f"{prefix}hidden_norm.weight",
+        "input_norm.weight": f"{prefix}input_layernorm.weight",
+    }
+    named = {}
+    for name, tensor in rest.items():
+        if name.startswith("layer."):
+            named[prefix + name.removeprefix("layer.")] = tensor
+        elif name.startswith("state_norms."):
+            named["input_norm.weight" if config.state_norm == "joined" else name.replace("state_norms", "fc_norm")] = (
+                tensor
+            )
+        else:
+            named[fixed.get(name, name)] = tensor
+    if ids is not None:
+        named["d2t"] = ids - torch.arange(len(ids))
+        named["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool)
+        named["t2d"][ids] = True
+    return named
+
+
+def write(state: State, base: Base | None) -> Written:
+    """EAGLE-3 for the first project's code and SGLang, which agree on the default layers alone and on no options."""
+    config = state.config
+    assert isinstance(config, EagleConfig)
+    title = "the first project's EAGLE-3"
+    if config.norm_before_residual or config.state_norm is not None:
+        raise HeadsError(f"{title} has no place for norm_before_residual or norms of the states")
+    if base is None:
+        raise BaseNeeded(f"{title} fuses layers that depend on the base's number of layers: name the base (--base)")
+    default = [2, base.num_layers // 2, base.num_layers - 3]
+    if list(config.layers) != default:
+        raise HeadsError(
+            f"{title} fuses the states entering layers {_listed(default)} of a base of {base.num_layers}; this head "
+            f"fuses those of {_listed(config.layers)}"
+        )
+    state, notes = engine_state(state, base, title)
+    written = engine_config(state, "LlamaForCausalLMEagle3", title)
+    return Written(written, named_tensors(state, "midlayer."), "model.safetensors", state.tensors, notes)
+
+
+def write_vllm(state: State, base: Base | None) -> Written:
+    """EAGLE-3 for vLLM, which takes the layers' numbers as they are here."""
+    config = state.config
+    assert isinstance(config, EagleConfig)
+    title = "vLLM's EAGLE-3"
+    state, notes = engine_state(state, base, title)
+    written = engine_config(state, "LlamaForCausalLMEagle3", title) | {
+        "eagle_config": {
+            FUSED: list(config.layers),
+            "use_aux_hidden_state": True,
+            "norm_before_fc": config.state_norm == "joined",
+        },
+        "norm_before_residual": config.norm_before_residual,
+        "fc_norm": config.state_norm == "each",
+    }
+    return Written(written, named_tensors(state, "midlayer."), "model.safetensors", state.tensors, notes)
+
+
+def engine_config(state: State, architecture: str, title: str) -> dict[str, Any]:
+    config = state.config
+    assert isinstance(config, EagleConfig)
+    return llama_config(config.shape, config.hidden_size, config.vocab_size, title) | {
+        "architectures": [architecture],
+        "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
+        "base_model_name_or_path": config.base_model_name_or_path,
+        OWN_FUSED: list(config.layers),
+    }

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from medusa_heads.config import LayerShape
+from medusa_heads.config import EagleConfig, LayerShape
 from medusa_heads.errors import HeadsError
+from medusa_heads.formats.adapting import State
 from medusa_heads.formats.reading import expect_shape
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -146,17 +147,16 @@ def llama_config(shape: LayerShape, hidden_size: int, vocab_size: int, format: s
     }
 
 
-def llama_tensors(tensors: Mapping[str, Tensor], shape: LayerShape, prefix: str) -> dict[str, Tensor]:
-    """The layer's tensors by their names. Llama has biases in all of attention or none: zeros stand for the missing."""
-    found = {
-        prefix + name.removeprefix("layer."): tensor for name, tensor in tensors.items() if name.startswith("layer.")
-    }
-    if shape.attention_bias != shape.output_bias:
-        for module in ATTENTION:
-            weight = found[f"{prefix}self_attn.{module}.weight"]
-            found.setdefault(f"{prefix}self_attn.{module}.bias", torch.zeros(len(weight), dtype=weight.dtype))
-    return found
-
-
-def shape_fields(shape: LayerShape) -> dict[str, Any]:
-    return asdict(shape)
+def llama_state(state: State) -> State:
+    """The head with biases in all of attention or none, as Llama has it: zeros stand for the missing."""
+    config = state.config
+    assert isinstance(config, EagleConfig)
+    shape = config.shape
+    if shape.attention_bias == shape.output_bias:
+        return state
+    tensors = dict(state.tensors)
+    for module in ATTENTION:
+        weight = tensors[f"layer.self_attn.{module}.weight"]
+        tensors.setdefault(f"layer.self_attn.{module}.bias", torch.zeros(len(weight), dtype=weight.dtype))
+    full = replace(shape, attention_bias=True, output_bias=True)
+    return state.changed(tensors, layer=asdict(full))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from medusa_heads.config import HeadsConfig
-from medusa_heads.errors import HeadsError
+from medusa_heads.errors import BaseNeeded, HeadsError
 from medusa_heads.formats.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def facts(checkpoint: Checkpoint, base: Base | None, name: str | None) -> Facts:
     network is not asked."""
     if base is not None:
         return Facts(base.vocab_size, base.num_layers)
-    config = _local_config(name)
+    config = _local_config(checkpoint.named_base or name)
     if config is None:
         return Facts(whole_number(checkpoint, "vocab_size"), None)
     layers, rows = getattr(config, "num_hidden_layers", None), getattr(config, "vocab_size", None)
@@ -100,7 +100,7 @@ def vocabulary(checkpoint: Checkpoint, base: Base | None) -> int:
     name = base_name(checkpoint)
     known = facts(checkpoint, base, name).vocab_size
     if known is None:
-        raise HeadsError(
+        raise BaseNeeded(
             f"{checkpoint.file}: these heads share the projection of their base ({name or 'unnamed'}) and do not say "
             "how many rows it has: load them with the base"
         )
@@ -112,6 +112,9 @@ def _local_config(name: str | None) -> Any:
         return None
     from transformers import AutoConfig
 
+    from medusa_heads.embedded import converted
+
+    name = str(converted(name) or name)
     try:
         return AutoConfig.from_pretrained(name, local_files_only=True).get_text_config()
     except (OSError, ValueError):

@@ -6,13 +6,14 @@ share must lie in the file (`original_lm_head`); it is a copy of the base's.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from medusa_heads.config import MedusaConfig
 from medusa_heads.errors import HeadsError
+from medusa_heads.formats.adapting import State, Written, projection_rows
 from medusa_heads.formats.checkpoint import Checkpoint
 from medusa_heads.formats.medusa_blocks import Naming, assemble, outline
 from medusa_heads.formats.reading import Reading, base_name, same_weights, vocabulary
@@ -120,3 +121,40 @@ def _mapped_rows(checkpoint: Checkpoint, tensors: dict[str, Tensor], token_map: 
                 raise HeadsError(f"{checkpoint.file}: {TOKEN_MAP} names row {int(token_map.max())} of {len(tensor)}")
             cut[name] = tensor[token_map.long()].clone()
     return cut
+
+
+def write(state: State, base: Base | None) -> Written:
+    """Heads as vLLM 0.32 reads them. vLLM drafts a chain of each head's likeliest token.
+
+    Heads that share the base's projection come with one copy of it, cut to their rows if they draft from chosen ones.
+    Raises HeadsError for chosen rows of projections of their own, which vLLM's loader does not take.
+    """
+    config = state.config
+    assert isinstance(config, MedusaConfig)
+    rows = config.draft_vocab_size
+    if rows is not None and config.own_projection:
+        raise HeadsError("vLLM does not load heads with projections of their own over a draft vocabulary")
+    names = NAMING.block_names(config.num_heads, config.num_layers)
+    notes: tuple[str, ...] = ()
+    extra: dict[str, Tensor] = {}
+    if config.own_projection:
+        names |= NAMING.projection_names(config.num_heads, config.num_layers)
+    else:
+        extra[SHARED], notes = projection_rows(base, state.tensors.get("draft_ids"), "vLLM's Medusa format")
+    if rows is not None:
+        extra[TOKEN_MAP] = state.tensors["draft_ids"]
+    written: dict[str, Any] = {
+        "model_type": "medusa",
+        "architectures": ["MedusaModel"],
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+        "truncated_vocab_size": rows or config.vocab_size,
+        "num_heads": config.num_heads,
+        "num_hidden_layers": config.num_layers,
+        "medusa_fc_bias": True,
+        "original_lm_head": not config.own_projection,
+        "base_model_name_or_path": config.base_model_name_or_path,
+    }
+    tensors = {theirs: state.tensors[ours] for theirs, ours in names.items()} | extra
+    chain = f"vLLM drafts a chain of {config.num_heads} tokens, without a tree"
+    return Written(written, tensors, "model.safetensors", state.tensors, (*notes, chain))
