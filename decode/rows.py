@@ -14,7 +14,7 @@ from decode.settings import GenerationResult, GenerationSettings
 from decode.stats import Stats
 from decode.text import TextStream
 from decode.tree import Tree
-from decode.verify import Verdict, verify_greedy, verify_point_mass, verify_sampled
+from decode.verify import Verdict, verify_greedy, verify_point_mass, verify_sampled, verify_typical
 from medusa_heads.base import Base
 
 
@@ -39,7 +39,7 @@ class Row:
         self.ids = list(prompt_ids)
         self.prompt_length = len(self.ids)
         self.finish_reason: str | None = None
-        self.stats = Stats(prompt_tokens=len(self.ids))
+        self.stats = Stats(prompt_tokens=len(self.ids), acceptance=settings.acceptance)
         self.eos = set(base.eos_token_ids if settings.eos_token_ids is None else settings.eos_token_ids)
         self.processors = (
             settings.logits_processor
@@ -97,14 +97,17 @@ class Row:
 
         The exact rules ask for the law of a node when the path has reached it. So processors are called once a token,
         in the order of plain decoding, and never for what lies behind the end of the text: one that keeps state (a
-        grammar's position) sees the calls that it would see without drafts.
+        grammar's position) sees the calls that it would see without drafts. Typical acceptance looks at several paths.
         """
         self._scores_at.clear()
 
+        def ended(node: int) -> bool:
+            return node > 0 and self._ends_text(int(tokens[node]), len(self.new_ids) + tree.depths[node])
+
         def scores(node: int) -> Tensor:
-            drafted = [int(tokens[n]) for n in tree.path(node)[1:]]
-            if drafted and self._ends_text(drafted[-1], len(self.new_ids) + len(drafted)):
+            if ended(node):
                 raise _TextEnded(node)
+            drafted = [int(tokens[n]) for n in tree.path(node)[1:]]
             processed = node_scores(logits[node], self.ids + drafted, self.processors)
             if self.settings.output_scores:
                 self._scores_at[node] = processed
@@ -118,6 +121,9 @@ class Row:
                 if choices is not None:
                     return verify_greedy(tree, tokens, choices)
                 return verify_greedy(tree, tokens, lambda node: int(scores(node).argmax()))
+            if self.settings.acceptance == "approximate-typical":
+                epsilon, alpha = self.settings.typical_epsilon, self.settings.typical_alpha
+                return verify_typical(tree, tokens, law, self.generator, ended, epsilon=epsilon, alpha=alpha)
             if laws is not None:
                 return verify_sampled(tree, tokens, laws, law, self.generator)
             return verify_point_mass(tree, tokens, law, self.generator)

@@ -39,7 +39,14 @@ class GenerationSettings:
     drafting: Literal["auto", "likeliest", "sampled"] = "auto"
     """Whether the children of a node are the drafter's likeliest tokens or drawn from its law; both are exact. Auto
     draws from `DRAWN_FROM` upward, where drawn ones are accepted more often (docs/exactness.md). A greedy request takes
-    the likeliest, and so does every drafter without a law."""
+    the likeliest, and so does every drafter without a law, and auto with approximate acceptance."""
+    acceptance: Literal["exact", "approximate-typical"] = "exact"
+    """By which rule drafts are kept. Exact: the text has the law of the base alone. `approximate-typical` keeps every
+    draft that the base finds plausible (`verify.verify_typical`): longer paths, in text that leans towards what is
+    drafted, and that a seed alone does not decide. For sampling only."""
+    typical_epsilon: float = 0.09
+    typical_alpha: float = 0.3
+    """Of `approximate-typical`: a draft is plausible if p > min(epsilon, alpha · exp(-entropy))."""
     output_logits: bool = False
     """Keep the base's float32 logits, before any processor, of each new token."""
     output_scores: bool = False
@@ -53,13 +60,31 @@ class GenerationSettings:
         if self.drafting not in ("auto", "likeliest", "sampled"):
             raise ConfigError(f"drafting must be auto, likeliest or sampled, not {self.drafting!r}")
 
+        if self.acceptance not in ("exact", "approximate-typical"):
+            raise ConfigError(f"acceptance must be exact or approximate-typical, not {self.acceptance!r}")
+        if self.acceptance == "approximate-typical" and self.sampling.greedy:
+            raise ConfigError(
+                "acceptance='approximate-typical' is for sampling: give a temperature above 0 (greedy decoding keeps "
+                "the base's own choice alone)"
+            )
+        if not 0.0 < self.typical_epsilon <= 1.0 or not 0.0 < self.typical_alpha < float("inf"):
+            raise ConfigError(
+                "typical acceptance needs 0 < typical_epsilon <= 1 and typical_alpha > 0, got "
+                f"{self.typical_epsilon} and {self.typical_alpha}"
+            )
+
     @property
     def draft_temperature(self) -> float:
         """The temperature at which drafts are drawn; 0: the likeliest tokens."""
         temperature = self.sampling.temperature
-        if self.drafting == "likeliest" or (self.drafting == "auto" and temperature < DRAWN_FROM):
-            return 0.0
-        return temperature
+        drawn = temperature >= DRAWN_FROM and self.acceptance == "exact" if self.drafting == "auto" else True
+        return 0.0 if self.drafting == "likeliest" or not drawn else temperature
+
+    @property
+    def drafts_move_text(self) -> bool:
+        """Whether the text that a seed gives depends on what is drafted, and how much: where drafts are drawn, they
+        take from the row's randomness; where acceptance is approximate, they decide."""
+        return self.draft_temperature > 0.0 or self.acceptance != "exact"
 
 
 @dataclass

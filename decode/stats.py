@@ -15,6 +15,8 @@ STAGES = ("prefill", "draft", "forward", "verify", "commit")
 class Stats:
     """Counts are of one row; times are of the call, which rows of a batch share."""
 
+    acceptance: str = "exact"
+    """The rule by which drafts were kept (`GenerationSettings.acceptance`); an approximate one says so."""
     prompt_tokens: int = 0
     new_tokens: int = 0
     """Tokens kept: what was accepted behind the end of the text does not count."""
@@ -32,6 +34,11 @@ class Stats:
     """Prompt tokens that a kept prefix saved from being computed again."""
     seconds: float = 0.0
     stage_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+
+    @property
+    def exact(self) -> bool:
+        """Whether the text has the base's own law."""
+        return self.acceptance == "exact"
 
     @property
     def tau(self) -> float:
@@ -52,6 +59,8 @@ class Stats:
 
     def as_dict(self) -> dict[str, Any]:
         return {
+            "exact": self.exact,
+            "acceptance": self.acceptance,
             "prompt_tokens": self.prompt_tokens,
             "new_tokens": self.new_tokens,
             "base_forwards": self.base_forwards,

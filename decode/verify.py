@@ -171,6 +171,7 @@ def verify_typical(
     tokens: Tensor,
     law: Law,
     generator: torch.Generator | Chooser,
+    ended: Callable[[int], bool] = lambda node: False,
     *,
     epsilon: float = 0.09,
     alpha: float = 0.3,
@@ -179,7 +180,8 @@ def verify_typical(
 
     A child x is kept if p(x) > min(epsilon, alpha * exp(-H(p))), p the base's law at its parent and H its entropy in
     nats (Medusa, Cai et al. 2024, section 2.3.1). Of paths of equal length the more probable one is kept. The token
-    after the path is drawn from the base's law there. Laws of all typical inner nodes are asked for.
+    after the path is drawn from the base's law there. Laws of all typical inner nodes are asked for, but for those
+    whose text has `ended`: nothing is kept below them.
     """
     if not 0.0 < epsilon <= 1.0 or not alpha > 0.0:
         raise ValueError(f"typical acceptance needs 0 < epsilon <= 1 and alpha > 0, got {epsilon=}, {alpha=}")
@@ -190,7 +192,7 @@ def verify_typical(
     while frontier:
         length, score, path = frontier.pop()
         best = max(best, (length, score, path), key=lambda found: found[:2])
-        if not tree.children[path[-1]]:
+        if not tree.children[path[-1]] or ended(path[-1]):
             continue
         p = laws[path[-1]] = _target_law(law, path[-1])
         entropy = torch.special.entr(p).sum()

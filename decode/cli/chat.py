@@ -39,6 +39,9 @@ def chat(
     temperature: common.TemperatureOption = 0.0,
     top_k: common.TopKOption = 0,
     top_p: common.TopPOption = 1.0,
+    acceptance: common.AcceptanceOption = common.Acceptance.exact,
+    typical_epsilon: common.EpsilonOption = None,
+    typical_alpha: common.AlphaOption = None,
     max_new_tokens: common.MaxNewTokensOption = 1024,
     seed: common.SeedOption = None,
     color: Annotated[
@@ -48,7 +51,15 @@ def chat(
 ) -> None:
     """Talk with the model; /help lists what can be typed."""
     settings = common.settings(
-        max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        acceptance=acceptance,
+        epsilon=typical_epsilon,
+        alpha=typical_alpha,
+        plain=plain,
     )
     decoder = common.load_pair(base, heads, plain=plain, dtype=dtype, device=device).decoder()
     from decode.engine import Prefix
@@ -150,7 +161,7 @@ class Conversation:
         tau = self.new_tokens / self.base_forwards
         return (
             f"{self.answers} answers, {self.new_tokens} tokens in {self.seconds:.1f} s: "
-            f"{speed:.1f} tokens/s, acceptance length {tau:.2f}"
+            f"{speed:.1f} tokens/s, acceptance length {tau:.2f}{common.rule_of(self.settings.acceptance)}"
         )
 
     def save(self, name: str) -> str:

@@ -32,6 +32,13 @@ class Dtype(str, Enum):
     float16 = "float16"
 
 
+class Acceptance(str, Enum):
+    """By which rule drafts are kept."""
+
+    exact = "exact"
+    approximate_typical = "approximate-typical"
+
+
 BaseOption = Annotated[
     str | None,
     typer.Option("--base", metavar="NAME", help="Local directory, Hub id, .gguf file or embedded name."),
@@ -45,6 +52,12 @@ DeviceOption = Annotated[str | None, typer.Option("--device", metavar="DEVICE", 
 TemperatureOption = Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy.")]
 TopKOption = Annotated[int, typer.Option("--top-k", min=0, help="0 keeps all tokens.")]
 TopPOption = Annotated[float, typer.Option("--top-p", min=0.0, max=1.0, help="1 keeps all tokens.")]
+AcceptanceOption = Annotated[
+    Acceptance,
+    typer.Option("--acceptance", help="approximate-typical keeps plausible drafts: not the base's law. For sampling."),
+]
+EpsilonOption = Annotated[float | None, typer.Option("--typical-epsilon", help="Of approximate-typical; default 0.09.")]
+AlphaOption = Annotated[float | None, typer.Option("--typical-alpha", help="Of approximate-typical; default 0.3.")]
 MaxNewTokensOption = Annotated[int, typer.Option("--max-new-tokens", min=1)]
 SeedOption = Annotated[int | None, typer.Option("--seed", help="The same seed gives the same text.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="For machines: JSON on standard output.")]
@@ -108,13 +121,31 @@ def settings(
     top_p: float = 1.0,
     seed: int | None = None,
     stop: tuple[str, ...] = (),
+    acceptance: Acceptance = Acceptance.exact,
+    epsilon: float | None = None,
+    alpha: float | None = None,
+    plain: bool = False,
 ) -> GenerationSettings:
-    """The engine's settings from the options of a command."""
+    """The engine's settings from the options of a command; an approximate rule is announced on standard error."""
     from decode.sampling import SamplingParams
     from decode.settings import GenerationSettings
 
-    sampling = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
-    return GenerationSettings(max_new_tokens=max_new_tokens, sampling=sampling, seed=seed, stop=stop)
+    if acceptance is Acceptance.exact and (epsilon is not None or alpha is not None):
+        raise UserError("--typical-epsilon and --typical-alpha go with --acceptance approximate-typical")
+    if plain and acceptance is not Acceptance.exact:
+        raise UserError(f"--plain drafts nothing that --acceptance {acceptance.value} could keep: leave one out")
+    built = GenerationSettings(
+        max_new_tokens=max_new_tokens,
+        sampling=SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p),
+        seed=seed,
+        stop=stop,
+        acceptance=acceptance.value,
+        typical_epsilon=GenerationSettings.typical_epsilon if epsilon is None else epsilon,
+        typical_alpha=GenerationSettings.typical_alpha if alpha is None else alpha,
+    )
+    if built.acceptance != "exact":
+        typer.echo(f"{built.acceptance} acceptance: the text does not have the base's law", err=True)
+    return built
 
 
 def render(base: Base, messages: list[dict[str, Any]]) -> list[int]:
@@ -124,7 +155,13 @@ def render(base: Base, messages: list[dict[str, Any]]) -> list[int]:
 
 def summary(stats: Stats) -> str:
     """One line for people: tokens, tokens a second, acceptance length."""
-    return f"{stats.new_tokens} tokens, {stats.tokens_per_second:.1f} tokens/s, acceptance length {stats.tau:.2f}"
+    figures = f"{stats.new_tokens} tokens, {stats.tokens_per_second:.1f} tokens/s, acceptance length {stats.tau:.2f}"
+    return figures + rule_of(stats.acceptance)
+
+
+def rule_of(acceptance: str) -> str:
+    """What a line of figures says of the rule by which drafts were kept: nothing of an exact one."""
+    return "" if acceptance == "exact" else f" ({acceptance} acceptance)"
 
 
 def quiet_transformers() -> None:

@@ -67,6 +67,9 @@ def compare(
     temperature: common.TemperatureOption = 0.0,
     top_k: common.TopKOption = 0,
     top_p: common.TopPOption = 1.0,
+    acceptance: common.AcceptanceOption = common.Acceptance.exact,
+    typical_epsilon: common.EpsilonOption = None,
+    typical_alpha: common.AlphaOption = None,
     max_new_tokens: common.MaxNewTokensOption = 128,
     seed: common.SeedOption = None,
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="The first rows only.")] = None,
@@ -83,7 +86,14 @@ def compare(
     else:
         rows = gather(prompt, input_path, None)
     settings = common.settings(
-        max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        acceptance=acceptance,
+        epsilon=typical_epsilon,
+        alpha=typical_alpha,
     )
     pair = common.load_pair(base, heads, plain=False, dtype=dtype, device=device)
     decoders = replace(pair, drafter=None).decoder(), pair.decoder()
@@ -93,6 +103,7 @@ def compare(
         if not json_report:
             typer.echo(describe(comparison))
     report = totals(done) | {"base": pair.base.name, "dtype": dtype.value, "temperature": temperature}
+    report |= {"acceptance": settings.acceptance, "exact": settings.acceptance == "exact"}
     if json_report:
         typer.echo(json.dumps(report | {"rows": [c.as_dict() for c in done]}, ensure_ascii=False))
     else:
@@ -108,11 +119,12 @@ def compared(plain: Decoder, heads: Decoder, rows: list[Row], settings: Generati
     for row in rows:
         given: dict[int, str] = {}
         for turn, position in row.to_answer():
-            own = replace(settings, seed=row.turn_seed(settings.seed, turn))
+            own = {heads: replace(settings, seed=row.turn_seed(settings.seed, turn))}
+            own[plain] = replace(own[heads], acceptance="exact")
             try:
                 prompt_ids = common.render(plain.base, history(row, position, given))
                 order = (heads, plain) if heads_first else (plain, heads)
-                results = {decoder: decoder.generate(prompt_ids, own) for decoder in order}
+                results = {decoder: decoder.generate(prompt_ids, own[decoder]) for decoder in order}
             except UserError as error:
                 raise UserError(f"row {row.id!r}, turn {turn}: {error}") from error
             heads_first = not heads_first
@@ -166,6 +178,8 @@ def conclusion(report: dict[str, Any]) -> str:
 
 def why_texts_differ(report: dict[str, Any]) -> str:
     """What a difference means depends on how the text was chosen."""
+    if not report["exact"]:
+        return f"With {report['acceptance']} acceptance the text with heads does not have the base's law."
     if report["temperature"] > 0:
         return "Sampled texts differ from run to run; their law is the base's in both."
     if report["dtype"] == "float32":

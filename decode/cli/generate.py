@@ -37,6 +37,9 @@ def generate(
     temperature: common.TemperatureOption = 0.0,
     top_k: common.TopKOption = 0,
     top_p: common.TopPOption = 1.0,
+    acceptance: common.AcceptanceOption = common.Acceptance.exact,
+    typical_epsilon: common.EpsilonOption = None,
+    typical_alpha: common.AlphaOption = None,
     max_new_tokens: common.MaxNewTokensOption = 256,
     seed: common.SeedOption = None,
     stop: Annotated[list[str] | None, typer.Option("--stop", help="End before this text; may be repeated.")] = None,
@@ -46,7 +49,7 @@ def generate(
     """Answer a prompt, or every row of a JSONL file.
 
     An input row has `id` (or `question_id`) and `prompt`, `turns` or `messages`. Each answered turn gives one line
-    {id, turn, token_ids, text, finish_reason, stats}, in input order. OUT.jsonl.partial grows line by line and takes
+    {id, turn, token_ids, text, finish_reason, exact, stats}, in input order. OUT.jsonl.partial grows line by line and takes
     its name OUT.jsonl when all rows are answered.
     """
     rows = gather(prompt, input_path, output_path)
@@ -58,6 +61,10 @@ def generate(
         top_p=top_p,
         seed=seed,
         stop=tuple(stop or ()),
+        acceptance=acceptance,
+        epsilon=typical_epsilon,
+        alpha=typical_alpha,
+        plain=plain,
     )
     check_writable(output_path)
     decoder = common.load_pair(base, heads, plain=plain, dtype=dtype, device=device).decoder()

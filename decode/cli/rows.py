@@ -6,8 +6,9 @@ An input row has `id` (or `question_id`) and one of
     turns     user turns, answered one after the other, each with the history before it
     messages  chat messages; each user turn that no assistant message follows is answered, a given answer is history
 
-An output line is `{id, turn, token_ids, text, finish_reason, stats}`, in input order; `turn` counts the row's user
-turns from 0. `token_ids` are the new tokens, an end-of-text token that ended them included.
+An output line is `{id, turn, token_ids, text, finish_reason, exact, stats}`, in input order; `turn` counts the row's
+user turns from 0. `token_ids` are the new tokens, an end-of-text token that ended them included. `exact` is false where
+an approximate rule kept drafts; `stats.acceptance` names it.
 """
 
 from __future__ import annotations
@@ -128,6 +129,7 @@ def output_line(row: Row, turn: int, result: Any) -> dict[str, Any]:
         "token_ids": list(result.token_ids),
         "text": result.text,
         "finish_reason": result.finish_reason,
+        "exact": result.stats.exact,
         "stats": result.stats.as_dict(),
     }
 

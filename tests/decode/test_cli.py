@@ -113,7 +113,8 @@ def test_a_file_gives_a_line_for_each_turn_with_heads_and_without(
     for lines in outputs.values():
         assert [(line["id"], line["turn"]) for line in lines] == [(81, 0), (81, 1), ("p", 0), ("m", 0)]
         for line in lines:
-            assert list(line) == ["id", "turn", "token_ids", "text", "finish_reason", "stats"]
+            assert list(line) == ["id", "turn", "token_ids", "text", "finish_reason", "exact", "stats"]
+            assert line["exact"] is True
             assert line["stats"]["new_tokens"] == len(line["token_ids"]) <= 12
             assert line["finish_reason"] == ("eos" if line["token_ids"][-1] == 0 else "length")
             assert line["finish_reason"] == "eos" or len(line["token_ids"]) == 12
@@ -313,6 +314,40 @@ def test_compare_decodes_the_same_prompts_both_ways(tmp_path: Path, base_dir: Pa
     assert report["speedup"] == pytest.approx(ratio)
     text = run("compare", *options).stdout
     assert text.count("same text\n") == 4 and "same text in 4 of 4 answers" in text
+
+
+def test_approximate_acceptance_says_so_everywhere(base_dir: Path, heads_dir: Path) -> None:
+    pair = ("--base", base_dir, "--heads", heads_dir, "--dtype", "float32", "--max-new-tokens", 8, "--seed", 0)
+    typical = ("--acceptance", "approximate-typical", "--temperature", 0.8)
+    lines = run("generate", "hello", *pair, *typical, "--json")
+    assert lines.exit_code == 0, lines.output
+    line = json.loads(lines.stdout)
+    assert line["exact"] is False
+    assert (line["stats"]["exact"], line["stats"]["acceptance"]) == (False, "approximate-typical")
+    assert "does not have the base's law" in lines.stderr
+    streamed = run("generate", "hello", *pair, *typical)
+    assert "(approximate-typical acceptance)" in streamed.stderr.splitlines()[-1]
+    report = json.loads(run("compare", "hello", *pair, *typical, "--json").stdout)
+    assert (report["exact"], report["acceptance"]) == (False, "approximate-typical")
+    assert [report["rows"][0][way]["stats"]["exact"] for way in ("plain", "heads")] == [True, False]
+    talk = run("chat", *pair, *typical, text="hello\n/stats\n")
+    assert "(approximate-typical acceptance)" in talk.stdout
+    exact = json.loads(run("compare", "hello", *pair, "--json").stdout)
+    assert (exact["exact"], exact["acceptance"]) == (True, "exact")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--acceptance", "approximate-typical"), "is for sampling"),
+        (("--typical-epsilon", 0.2), "go with --acceptance approximate-typical"),
+        (("--plain", "--acceptance", "approximate-typical", "--temperature", 1), "--plain drafts nothing"),
+        (("--acceptance", "approximate-typical", "--temperature", 1, "--typical-alpha", 0), "typical_alpha > 0"),
+    ],
+)
+def test_a_rule_that_does_not_fit_is_refused(base_dir: Path, options: tuple[object, ...], message: str) -> None:
+    result = run("generate", "hello", "--base", base_dir, *options)
+    assert result.exit_code == 2 and message in result.stderr and len(result.stderr.splitlines()) == 1
 
 
 @pytest.fixture

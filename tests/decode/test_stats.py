@@ -40,6 +40,8 @@ def test_the_dictionary_is_for_machines() -> None:
     stats.stage_seconds["forward"] = 0.2
     data = json.loads(json.dumps(stats.as_dict()))
     assert data == {
+        "exact": True,
+        "acceptance": "exact",
         "prompt_tokens": 9,
         "new_tokens": 7,
         "base_forwards": 3,
