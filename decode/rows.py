@@ -97,7 +97,7 @@ class Row:
 
         The exact rules ask for the law of a node when the path has reached it. So processors are called once a token,
         in the order of plain decoding, and never for what lies behind the end of the text: one that keeps state (a
-        grammar's position) sees the calls that it would see without drafts. Typical acceptance looks at several paths.
+        grammar's position) sees the calls that it would see without drafts. (Typical acceptance looks at more paths.)
         """
         self._scores_at.clear()
 

@@ -124,7 +124,7 @@ class Tree:
         return self if tuple(ranks) == self.ranks else Tree(self.parents, tuple(ranks))
 
     def pruned(self, nodes: int) -> Tree:
-        """The `nodes` (root included) nodes that are worth most, in their order here; the tree itself if it is no larger.
+        """The `nodes` nodes (root included) that are worth most, in their order here; the tree itself if no larger.
 
         A node is worth the product of 0.4 · (1 + rank)^-1.7 over its path: what trained heads come to (the embedded
         ones are right with 0.40, 0.11, 0.06, 0.04 at ranks 0 … 3). No node is worth more than its parent or than a

@@ -48,8 +48,8 @@ def generate(
 ) -> None:
     """Answer a prompt, or every row of a JSONL file.
 
-    An input row has `id` (or `question_id`) and `prompt`, `turns` or `messages`. Each answered turn gives one line
-    {id, turn, token_ids, text, finish_reason, exact, stats}, in input order. OUT.jsonl.partial grows line by line and takes
+    An input row has `id` (or `question_id`) and `prompt`, `turns` or `messages`. Each answered turn gives one line {id,
+    turn, token_ids, text, finish_reason, exact, stats}, in input order. OUT.jsonl.partial grows line by line and takes
     its name OUT.jsonl when all rows are answered.
     """
     rows = gather(prompt, input_path, output_path)
