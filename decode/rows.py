@@ -92,8 +92,8 @@ class Row:
         choices: Tensor | None,
         laws: Tensor | Sequence[Tensor | None] | None = None,
     ) -> Verdict:
-        """The path to keep. tokens (N,) on the CPU; logits (N, V); choices (N,): their argmax, where it decides; laws as
-        in `Draft.laws`, of this row.
+        """The path to keep. tokens (N,) on the CPU; logits (N, V); choices (N,): their argmax, where it decides; laws:
+        this row's of `Draft.laws`.
 
         The exact rules ask for the law of a node when the path has reached it. So processors are called once a token,
         in the order of plain decoding, and never for what lies behind the end of the text: one that keeps state (a
