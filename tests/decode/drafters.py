@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from decode.drafters.adaptive import Reach
+from decode.drafters.crossmodel import SharedDrafter, TextDrafter
 from decode.drafters.early_exit import EarlyExitDrafter
 from decode.drafters.lookup import LookupDrafter
 from decode.drafters.model import ModelDrafter
 from medusa_heads.base import Base
-from tests.conftest import tiny_tokenizer
+from tests.conftest import GROUPED, VOCAB, tiny_tokenizer
 
 PROMPT = [5, 17, 40, 8, 61, 33, 12, 70, 21]
 REPETITIVE = [5, 17, 40, 8, 61, 5, 17, 40, 8, 33, 5, 17]
@@ -32,10 +35,57 @@ def relative(base: Base, noise: float = 0.03, seed: int = 1) -> Base:
     return Base.from_model(model, tiny_tokenizer(), name="relative")
 
 
+def other_tokenizer(merges: Sequence[tuple[str, str]] = ()) -> PreTrainedTokenizerFast:
+    """The characters of the tests' tokenizer under other ids, and tokens of several characters by `merges`."""
+    ours = tiny_tokenizer().get_vocab()
+    vocabulary = {token: permuted(i) for token, i in ours.items()}
+    for left, right in merges:
+        vocabulary[left + right] = len(vocabulary)
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=list(merges), unk_token="<unk>"))
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<|im_start|>", eos_token="<|im_end|>"
+    )
+
+
+def permuted(i: int) -> int:
+    return (7 * i + 5) % VOCAB
+
+
+def translated(base: Base) -> Base:
+    """The base's own law in the vocabulary of `other_tokenizer()`."""
+    model = copy.deepcopy(base.model)
+    with torch.no_grad():
+        weights = {id(m.weight): m.weight for m in (model.get_input_embeddings(), model.get_output_embeddings())}
+        for weight in weights.values():
+            weight[[permuted(i) for i in range(VOCAB)]] = weight.clone()
+    return _ending_by_tokenizer(Base.from_model(model, other_tokenizer(), name="translated"))
+
+
+def _ending_by_tokenizer(base: Base) -> Base:
+    """The tests' configs name the end of a text by the id that it has in the tests' own tokenizer."""
+    base.eos_token_ids = (base.tokenizer.eos_token_id,)
+    return base
+
+
+MERGES = [("t", "h"), ("th", "e"), ("I", "J"), ("=", ">"), ("a", "b"), ("#", "$"), ("$", "%")]
+
+
+def foreign() -> Base:
+    """A random model with tokens of several characters."""
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**{**GROUPED, "vocab_size": VOCAB + len(MERGES) + 3})).eval()
+    return _ending_by_tokenizer(Base.from_model(model, other_tokenizer(MERGES), name="foreign"))
+
+
 DRAFTERS: dict[str, Callable[[Base], Any]] = {
     "lookup": lambda base: LookupDrafter(base, least=0.0),
     "model-chain": lambda base: ModelDrafter(relative(base), base, reach=CHAIN),
     "model-tree": lambda base: ModelDrafter(relative(base), base, reach=BUSHY),
+    "shared-translated": lambda base: SharedDrafter(translated(base), base, reach=BUSHY),
+    "shared-foreign": lambda base: SharedDrafter(foreign(), base, reach=BUSHY),
+    "text-translated": lambda base: TextDrafter(translated(base), base, reach=CHAIN),
+    "text-foreign": lambda base: TextDrafter(foreign(), base, reach=BUSHY),
     "exit-chain": lambda base: EarlyExitDrafter(base, 1, reach=CHAIN),
     "exit-tree": lambda base: EarlyExitDrafter(base, 1, reach=BUSHY),
 }
