@@ -100,7 +100,8 @@ class CostMemory:
         return max(LEAST_COST, statistics.median(own))
 
     def _inferred(self, rows: int, nodes: int) -> float:
-        others = [shape for shape in self._ratios if shape != (rows, nodes)]
+        known = [shape for shape in self._ratios if shape != (rows, nodes)]
+        others = [shape for shape in known if len(self._ratios[shape]) >= TRUSTED_RATIOS] or known
         if not others:
             return min(float(nodes), 1.0 + ASSUMED_SLOPE * rows * (nodes - 1))
         near = min(others, key=lambda shape: (abs(shape[0] - rows), abs(shape[1] - nodes)))
@@ -129,7 +130,7 @@ class Guard:
         self._since_tree, self._since_plain = 0, 0
         self._stake = self._most
         self._tokens: deque[float] = deque(maxlen=TRIAL_WINDOW)
-        self._at_most = 0  # rounds in a row with the stake near its most
+        self._at_most = 0  # rounds in a row with the stake near its most, and earning
 
     @property
     def holds_back(self) -> bool:
@@ -150,7 +151,7 @@ class Guard:
         if self._level is None:
             if self._paused >= self._wait:
                 self._probe(rows)
-        elif self._stake < self._risk(rows, self._level):
+        elif min(self._stake, self.credit) < self._risk(rows, self._level):
             self._give_up(rows)
         elif self._level > 0 and self._at_most >= self._patience:
             self._begin(self._level - 1)
@@ -177,7 +178,8 @@ class Guard:
             self._trees.clear()
         if seconds is not None:
             if self._paused > 0 and self._plain:
-                cost = max(cost, seconds / statistics.median(self._plain))  # the drafter caught up with a pause
+                # The drafter has caught up with a pause; a stall of the machine must not pass for it.
+                cost = min(max(cost, seconds / statistics.median(self._plain)), cost + 1.0)
             else:
                 self._trees.append(seconds)
         self._tree_size, self._paused = size, 0
@@ -186,7 +188,8 @@ class Guard:
         self.credit = max(0.0, min(self.settings.allowance, self.credit + tokens - cost))
         self._stake = min(self._most, self._stake + tokens - cost)
         self._tokens.append(tokens)
-        self._at_most = self._at_most + 1 if self._stake >= self._most - 1.0 else 0
+        goes_well = self._stake >= self._most - 1.0 and statistics.fmean(self._tokens) > cost
+        self._at_most = self._at_most + 1 if goes_well else 0
         if self._at_most >= TRIAL_WINDOW:
             self._wait = FIRST_WAIT
 
