@@ -181,12 +181,22 @@ class HydraConfig(HeadsConfig):
     """A decoder layer over the base's states before the heads read them (Hydra++)."""
     layer: dict[str, Any] | None = None
     """The fields of `LayerShape`, for the prefix attention."""
+    prefix_norm: bool = False
+    """A norm behind the prefix attention, as in the heads that were published."""
+    entry_bias: bool = False
+    """A bias beside R in each head's first layer, likewise."""
+    projection_bias: bool = False
+    """Biases of projections of their own, likewise."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_positive("num_heads", "num_layers")
         if self.prefix_attention != (self.layer is not None):
             raise ConfigError("layer describes the prefix attention: both or neither")
+        if self.prefix_norm and not self.prefix_attention:
+            raise ConfigError("prefix_norm belongs to the prefix attention")
+        if self.projection_bias and not self.own_projection:
+            raise ConfigError("projection_bias belongs to projections of their own")
         if self.layer is not None:
             _ = self.shape
 

@@ -23,19 +23,21 @@ if TYPE_CHECKING:
 
 
 class EntryBlock(nn.Module):
-    """R z + SiLU(W z + b) for z the state and the embeddings, end to end: (..., (1 + n)·h) → (..., h).
+    """R z [+ r] + SiLU(W z + b) for z the state and the embeddings, end to end: (..., (1 + n)·h) → (..., h).
 
     R starts by picking the state out of z, W and b at zero, so that a new head says what the base says.
     """
 
-    def __init__(self, hidden_size: int, embeddings: int):
+    def __init__(self, hidden_size: int, embeddings: int, bias: bool = False):
         super().__init__()
         width = (1 + embeddings) * hidden_size
         self.linear = nn.Linear(width, hidden_size)
-        self.res_connection = nn.Linear(width, hidden_size, bias=False)
+        self.res_connection = nn.Linear(width, hidden_size, bias=bias)
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
         nn.init.zeros_(self.res_connection.weight)
+        if bias:
+            nn.init.zeros_(self.res_connection.bias)
         with torch.no_grad():
             self.res_connection.weight[:, :hidden_size] = torch.eye(hidden_size)
 
@@ -50,6 +52,11 @@ class PrefixAttention(nn.Module):
         super().__init__()
         self.input_layernorm = make_norm(config.hidden_size, config.shape)
         self.layer = DraftLayer(config.hidden_size, config.hidden_size, config.shape)
+        self.norm = make_norm(config.hidden_size, config.shape) if config.prefix_norm else None
+
+    def finish(self, states: Tensor) -> Tensor:
+        """What the heads read of the layer's output: (..., h) → (..., h)."""
+        return states if self.norm is None else self.norm(states)
 
     def forward(
         self,
@@ -59,7 +66,7 @@ class PrefixAttention(nn.Module):
         cache: KeyValueStore | None = None,
     ) -> Tensor:
         """(B, T, h) at positions (B, T) → (B, T, h); `visible` and `cache` as in `medusa_heads.layer.DraftLayer`."""
-        return self.layer(self.input_layernorm(states), states, position_ids, visible, cache)
+        return self.finish(self.layer(self.input_layernorm(states), states, position_ids, visible, cache))
 
 
 class HydraHeads(nn.Module, HeadsHubMixin):
@@ -76,12 +83,15 @@ class HydraHeads(nn.Module, HeadsHubMixin):
         size = config.hidden_size
         self.prefix = PrefixAttention(config) if config.prefix_attention else None
         self.heads = nn.ModuleList(
-            nn.Sequential(EntryBlock(size, i + 1), *(ResidualBlock(size) for _ in range(config.num_layers - 1)))
+            nn.Sequential(
+                EntryBlock(size, i + 1, config.entry_bias), *(ResidualBlock(size) for _ in range(config.num_layers - 1))
+            )
             for i in range(config.num_heads)
         )
         rows = config.draft_vocab_size or config.vocab_size
         if config.own_projection:
-            self.lm_heads = nn.ModuleList(nn.Linear(size, rows, bias=False) for _ in range(config.num_heads))
+            bias = config.projection_bias
+            self.lm_heads = nn.ModuleList(nn.Linear(size, rows, bias=bias) for _ in range(config.num_heads))
         if config.draft_vocab_size is None:
             self.register_buffer("draft_ids", None)
         else:

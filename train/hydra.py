@@ -25,7 +25,7 @@ def prefixed(prefix: PrefixAttention, batch: SequenceBatch, states: Tensor) -> T
     layer, where = prefix.layer, batch.where
     q, k, v = (t[0].transpose(0, 1) for t in layer.project(prefix.input_layernorm(states)[None], batch.positions[None]))
     attended, _ = shared_attention(q[where], k, v, group_rows(batch))
-    return layer.merge(attended.flatten(1)[None], states[where][None])[0]
+    return prefix.finish(layer.merge(attended.flatten(1)[None], states[where][None]))[0]
 
 
 def tokens_ahead(batch: PackedBatch, count: int) -> Tensor:

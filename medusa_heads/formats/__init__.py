@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from medusa_heads.config import OWN_TYPE
 from medusa_heads.errors import HeadsError
-from medusa_heads.formats import eagle, eagle3, medusa, speculators, tensorrt, vllm_medusa
+from medusa_heads.formats import eagle, eagle3, hydra, medusa, speculators, tensorrt, vllm_medusa
 from medusa_heads.formats.checkpoint import CONFIG, Checkpoint, open_checkpoints, read_json
 from medusa_heads.formats.reading import Reading
 
@@ -34,7 +34,7 @@ class Reader(Protocol):
     def base_of(self) -> Callable[[Checkpoint], str | None]: ...
 
 
-READERS: tuple[Reader, ...] = (medusa, tensorrt, vllm_medusa, eagle, eagle3, speculators)
+READERS: tuple[Reader, ...] = (medusa, tensorrt, vllm_medusa, eagle, eagle3, speculators, hydra)
 
 
 def is_own(directory: Path) -> bool:

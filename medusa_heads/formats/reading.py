@@ -87,7 +87,7 @@ def facts(checkpoint: Checkpoint, base: Base | None, name: str | None) -> Facts:
     network is not asked."""
     if base is not None:
         return Facts(base.vocab_size, base.num_layers)
-    config = _local_config(checkpoint.named_base or name)
+    config = local_config(checkpoint.named_base or name)
     if config is None:
         return Facts(whole_number(checkpoint, "vocab_size"), None)
     layers, rows = getattr(config, "num_hidden_layers", None), getattr(config, "vocab_size", None)
@@ -107,7 +107,8 @@ def vocabulary(checkpoint: Checkpoint, base: Base | None) -> int:
     return known
 
 
-def _local_config(name: str | None) -> Any:
+def local_config(name: str | None) -> Any:
+    """The text config of a base that lies on this machine, or None."""
     if name is None:
         return None
     from transformers import AutoConfig
