@@ -44,6 +44,7 @@ def chat(
     typical_alpha: common.AlphaOption = None,
     max_new_tokens: common.MaxNewTokensOption = 1024,
     seed: common.SeedOption = None,
+    no_guard: common.NoGuardOption = False,
     color: Annotated[
         bool, typer.Option("--color", help="Colour each round's text by how many drafted tokens the base accepted.")
     ] = False,
@@ -61,7 +62,7 @@ def chat(
         alpha=typical_alpha,
         plain=plain,
     )
-    decoder = common.load_pair(base, heads, plain=plain, dtype=dtype, device=device).decoder()
+    decoder = common.load_pair(base, heads, plain=plain, dtype=dtype, device=device).decoder(guarded=not no_guard)
     from decode.engine import Prefix
 
     start = [{"role": "system", "content": system}] if system else []

@@ -60,6 +60,9 @@ EpsilonOption = Annotated[float | None, typer.Option("--typical-epsilon", help="
 AlphaOption = Annotated[float | None, typer.Option("--typical-alpha", help="Of approximate-typical; default 0.3.")]
 MaxNewTokensOption = Annotated[int, typer.Option("--max-new-tokens", min=1)]
 SeedOption = Annotated[int | None, typer.Option("--seed", help="The same seed gives the same text.")]
+NoGuardOption = Annotated[
+    bool, typer.Option("--no-guard", help="Keep drafting where it does not pay. The text is the same.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="For machines: JSON on standard output.")]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
@@ -71,10 +74,11 @@ class Pair:
     base: Base
     drafter: MedusaDrafter | None
 
-    def decoder(self) -> Decoder:
+    def decoder(self, *, guarded: bool = True) -> Decoder:
         from decode.engine import Decoder
+        from decode.guard import DEFAULT_GUARD
 
-        return Decoder(self.base, self.drafter)
+        return Decoder(self.base, self.drafter, guard=DEFAULT_GUARD if guarded else None)
 
 
 def choose(base: str | None, heads: str | None, plain: bool) -> tuple[str | None, str | None]:

@@ -42,6 +42,7 @@ def generate(
     typical_alpha: common.AlphaOption = None,
     max_new_tokens: common.MaxNewTokensOption = 256,
     seed: common.SeedOption = None,
+    no_guard: common.NoGuardOption = False,
     stop: Annotated[list[str] | None, typer.Option("--stop", help="End before this text; may be repeated.")] = None,
     json_lines: common.JsonOption = False,
     debug: common.DebugOption = False,
@@ -67,7 +68,7 @@ def generate(
         plain=plain,
     )
     check_writable(output_path)
-    decoder = common.load_pair(base, heads, plain=plain, dtype=dtype, device=device).decoder()
+    decoder = common.load_pair(base, heads, plain=plain, dtype=dtype, device=device).decoder(guarded=not no_guard)
     if not as_rows:
         stream_answer(decoder, rows[0], settings)
         return

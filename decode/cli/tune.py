@@ -106,7 +106,7 @@ def check(base: Base, drafter: Any, sampled: bool) -> dict[str, float]:
     from decode.engine import Decoder
 
     settings = common.settings(max_new_tokens=CHECK_TOKENS, temperature=1.0 if sampled else 0.0, seed=0)
-    decoders = {"plain": Decoder(base), "tree": Decoder(base, drafter)}
+    decoders = {"plain": Decoder(base), "tree": Decoder(base, drafter, guard=None)}
     tokens, seconds, rounds = ({name: 0.0 for name in decoders} for _ in range(3))
     for number, prompt in enumerate((PROMPTS[0], *PROMPTS)):  # the first answer warms up
         ids = common.render(base, [{"role": "user", "content": prompt}])

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from decode.cli.common import Pair
 from decode.drafters.medusa import MedusaDrafter
 from decode.engine import Decoder
 from decode.guard import DEFAULT_GUARD, KEPT_RATIOS, LEAST_COST, CostMemory, Guard, GuardSettings
@@ -286,3 +287,8 @@ def test_a_seeded_text_does_not_depend_on_the_clock(base: Base, monkeypatch: pyt
 
 def test_the_guard_is_on_by_default() -> None:
     assert BY_DEFAULT == DEFAULT_GUARD
+
+
+def test_commands_can_do_without(base: Base) -> None:
+    pair = Pair(base, drafter_of_noise(base))
+    assert pair.decoder().guard == DEFAULT_GUARD and pair.decoder(guarded=False).guard is None
