@@ -6,6 +6,7 @@ Plain decoding is the same loop with a tree of one node, so that the two are com
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -30,10 +31,11 @@ PREFILL_CHUNK = 512
 @dataclass
 class Prefix:
     """What a caller keeps between turns, so that a shared beginning is not computed again. Owned by the caller; one
-    call at a time may use it."""
+    call at a time may use it. A call that fails, or is left before its end, leaves what it had read by then."""
 
     cache: TreeCache | None = None
     ids: list[int] | None = None
+    """The tokens that the cache holds; None while a call changes it, and where one failed in doing so."""
     drafter: Drafter | None = None
     session: DraftSession | None = None
 
@@ -112,11 +114,13 @@ class Decoder:
         self,
         prompts: Sequence[Sequence[int]],
         settings: GenerationSettings | Sequence[GenerationSettings] | None = None,
+        *,
+        prefix: Prefix | None = None,
     ) -> Iterator[Chunk]:
         """Continues several prompts, yielding for each round what each row adds; the last chunk of a row has its
-        result. The chunks' text is empty for a base without a tokenizer."""
+        result. The chunks' text is empty for a base without a tokenizer. A prefix serves one prompt alone."""
         stream = self.base.tokenizer is not None
-        yield from _Call(self, prompts, per_row(settings, len(prompts)), stream=stream).chunks()
+        yield from _Call(self, prompts, per_row(settings, len(prompts)), stream=stream, prefix=prefix).chunks()
 
 
 def per_row(
@@ -157,17 +161,18 @@ class _Call:
         self.layers = tuple(decoder.drafter.layers) if decoder.drafter else ()
         self.session: DraftSession | None = None
         self.prefix = prefix
+        if prefix is not None and len(prompts) != 1:
+            raise ConfigError(f"a prefix serves one prompt at a time, not {len(prompts)}")
         if prefix is None or not self._resume(prefix, decoder.drafter):
             longest = max(len(p) + own.max_new_tokens for p, own in zip(prompts, settings, strict=True))
             self.cache = TreeCache(self.base.num_layers, len(prompts), longest + 64)
             if decoder.drafter is not None:
                 self.session = decoder.drafter.start([row.draft_row for row in self.rows])
+            if prefix is not None:
+                prefix.cache, prefix.ids = self.cache, []
+                prefix.drafter, prefix.session = decoder.drafter, self.session
         if isinstance(self.session, SharesCache):
             self.session.share(self.cache)
-        if prefix is not None:
-            # Not whole again before the call has ended.
-            prefix.cache, prefix.ids = self.cache, None
-            prefix.drafter, prefix.session = decoder.drafter, self.session
 
     def _resume(self, prefix: Prefix, drafter: Drafter | None) -> bool:
         """Takes over what a kept prefix shares with the prompt; False where it has nothing for this drafter."""
@@ -175,11 +180,14 @@ class _Call:
             return False
         row = self.rows[0]
         reused = prefix.shared_length(row.ids)
+        prefix.ids = None
         self.cache = prefix.cache
+        self.cache.release()
         self.cache.truncate(reused)
         self.session = prefix.session
         if self.session is not None:
             self.session.resume(row.draft_row, reused)
+        prefix.ids = row.ids[:reused]
         row.stats.reused_tokens = reused
         return True
 
@@ -280,7 +288,8 @@ class _Call:
         roots = [row.root for row in self.rows]
         nodes = None if self.guard is None else self.guard.nodes(len(roots))
         if self.session is not None and nodes != 1:
-            draft = self.session.draft(roots, nodes)
+            with self._changing():
+                draft = self.session.draft(roots, nodes)
             depth = max(tree.depth for tree in draft.trees)
             if self.limit is None or self.cache.offset + depth < self.limit:
                 return draft
@@ -325,10 +334,20 @@ class _Call:
         kept = row.accept(tree, tokens, verdict, logits)
         return verdict.path[: len(kept)], kept, min(len(kept), len(verdict.path) - 1)
 
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Around what changes the cache's text or the session: where it fails, a kept prefix is not whole."""
+        if self.prefix is not None:
+            self.prefix.ids = None
+        yield
+        if self.prefix is not None:
+            self.prefix.ids = self.rows[0].ids[: self.cache.lengths[0]]
+
     def _observe(self, output: BaseOutput, tokens: Tensor, paths: Sequence[Sequence[int]]) -> None:
-        self.cache.commit(paths)
-        if self.session is not None:
-            self.session.observe(output, tokens, paths)
+        with self._changing():
+            self.cache.commit(paths)
+            if self.session is not None:
+                self.session.observe(output, tokens, paths)
 
     def _report(self, report: list[tuple[Row, list[int], int]]) -> Iterator[tuple[Row, list[int], int]]:
         """Ends rows that are done, then hands out what the round gave."""
@@ -346,8 +365,6 @@ class _Call:
         going = [i for i, row in enumerate(self.rows) if row.finish_reason is None]
         if len(going) == len(self.rows):
             return
-        if self.prefix is not None and not going:
-            self.prefix.ids = self.rows[0].ids[: self.cache.lengths[0]]
         if going:
             self.cache.keep_rows(going)
             if self.session is not None:

@@ -36,6 +36,8 @@ WIDE = Tree.from_rank_paths(
     [p for n, ranks in ((1, 5), (2, 4), (3, 3)) for p in itertools.product(range(ranks), repeat=n)]
 )
 SAMPLING = SamplingParams(temperature=0.9, top_p=0.95)
+WARM, HOT = SamplingParams(temperature=1.0, top_p=0.95), SamplingParams(temperature=1.5)
+"""From temperature 1 on the heads draft by drawing."""
 
 
 @pytest.fixture(scope="module")
@@ -133,10 +135,18 @@ def p_values(u: np.ndarray) -> tuple[float, float]:
     return g_test((u * 50).astype(int), 50), g_test(coarse[:, 0] * 8 + coarse[:, 1], 64)
 
 
-def write(decoder: Decoder, prompt: list[int], count: int, length: int, batch: int, first_seed: int) -> list[list[int]]:
+def write(
+    decoder: Decoder,
+    prompt: list[int],
+    count: int,
+    length: int,
+    batch: int,
+    first_seed: int,
+    sampling: SamplingParams = SAMPLING,
+) -> list[list[int]]:
     texts: list[list[int]] = []
     for start in range(0, count, batch):
-        settings = GenerationSettings(max_new_tokens=length, sampling=SAMPLING, seed=first_seed + start)
+        settings = GenerationSettings(max_new_tokens=length, sampling=sampling, seed=first_seed + start)
         if batch == 1:
             results = [decoder.generate(prompt, settings)]
         else:
@@ -148,21 +158,44 @@ def write(decoder: Decoder, prompt: list[int], count: int, length: int, batch: i
 
 
 @pytest.mark.parametrize(
-    ("drafter", "count", "length", "batch"),
+    ("drafter", "sampling", "count", "length", "batch"),
     [
-        (lambda base: medusa(base, WIDE), 125, 400, 1),
-        (medusa, 500, 100, 250),
-        (lambda base: SamplingDrafter(), 500, 100, 250),
+        (lambda base: medusa(base, WIDE), SAMPLING, 125, 400, 1),
+        (medusa, SAMPLING, 500, 100, 250),
+        (lambda base: SamplingDrafter(), SAMPLING, 500, 100, 250),
+        (medusa, WARM, 125, 400, 1),
+        (medusa, WARM, 500, 100, 250),
+        (medusa, HOT, 125, 400, 1),
+        (medusa, HOT, 500, 100, 250),
     ],
-    ids=["deterministic drafts, single", "deterministic drafts, batch", "sampled drafts, batch"],
+    ids=[
+        "deterministic drafts, single",
+        "deterministic drafts, batch",
+        "sampled drafts, batch",
+        "heads that draw at 1, single",
+        "heads that draw at 1, batch",
+        "heads that draw at 1.5, single",
+        "heads that draw at 1.5, batch",
+    ],
 )
 def test_50_000_tokens_have_the_law_of_the_base(
-    base: Base, drafter: Callable[[Base], MedusaDrafter], count: int, length: int, batch: int
+    base: Base,
+    drafter: Callable[[Base], MedusaDrafter],
+    sampling: SamplingParams,
+    count: int,
+    length: int,
+    batch: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    rounds = []
+    sampled = verify.verify_sampled
+    monkeypatch.setattr(rows, "verify_sampled", lambda *given: rounds.append(0) or sampled(*given))
     prompt = [1, 2, 3]
-    texts = write(Decoder(base, drafter(base)), prompt, count, length, batch, first_seed=1000)
+    texts = write(Decoder(base, drafter(base)), prompt, count, length, batch, 1000, sampling)
     assert sum(len(text) for text in texts) == 50_000
-    assert min(p_values(uniforms(base, prompt, texts, SAMPLING))) > LEVEL
+    assert min(p_values(uniforms(base, prompt, texts, sampling))) > LEVEL
+    drawn = sampling.temperature >= 1.0 or isinstance(drafter(base), SamplingDrafter)
+    assert bool(rounds) == drawn, "by the rule for drawn drafts where they are drawn"
 
 
 def broken_residual(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,21 +205,34 @@ def broken_residual(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def likeliest_passed_off_as_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The heads' likeliest tokens, with a law from which they were not drawn."""
+    monkeypatch.setattr(
+        "decode.drafters.medusa.draw_siblings", lambda law, count, generator: law.topk(count).indices.tolist()
+    )
+
+
 def typical(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "verify_point_mass", verify.verify_typical)
 
 
 @pytest.mark.parametrize(
-    ("drafter", "fault"),
-    [(lambda base: SamplingDrafter(), broken_residual), (medusa, typical)],
-    ids=["residual", "typical"],
+    ("drafter", "fault", "sampling"),
+    [
+        (lambda base: SamplingDrafter(), broken_residual, SAMPLING),
+        (medusa, typical, SAMPLING),
+        (medusa, broken_residual, HOT),
+        (medusa, likeliest_passed_off_as_drawn, HOT),
+    ],
+    ids=["residual", "typical", "residual, heads that draw", "likeliest passed off as drawn"],
 )
 def test_the_test_notices_a_wrong_rule(
     base: Base,
     drafter: Callable[[Base], MedusaDrafter],
     fault: Callable[[pytest.MonkeyPatch], None],
+    sampling: SamplingParams,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fault(monkeypatch)
-    texts = write(Decoder(base, drafter(base)), [1, 2, 3], 100, 50, 100, first_seed=1)
-    assert min(p_values(uniforms(base, [1, 2, 3], texts, SAMPLING))) < LEVEL
+    texts = write(Decoder(base, drafter(base)), [1, 2, 3], 100, 50, 100, 1, sampling)
+    assert min(p_values(uniforms(base, [1, 2, 3], texts, sampling))) < LEVEL
