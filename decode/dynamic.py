@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from decode.tree import Tree, search_tree
 from medusa_heads.errors import ConfigError, HeadsError
+from medusa_heads.hub import WEIGHTS
 
 if TYPE_CHECKING:
     from medusa_heads.base import Base
@@ -104,7 +106,34 @@ def tuned_choice(directory: Path, base: Base, deepest: int | None = None) -> Tre
     likeliest children, a topology for drawn ones (`medusa-decode tune`, and the same with `--sampled`)."""
     from decode.profiles import read_profile
 
-    choice, tuned = read_choice(directory, deepest), read_profile(directory, base)
+    choice = read_choice(directory, deepest)
+    # Profiles go by this project's own files; a foreign checkpoint has none.
+    tuned = read_profile(directory, base) if (directory / WEIGHTS).is_file() else None
     if tuned is None:
         return choice
     return TreeChoice(choice.likeliest, tuned) if isinstance(tuned, Tree) else TreeChoice(tuned, choice.drawn)
+
+
+def load_choice(
+    directory: Path,
+    base: Base,
+    *,
+    deepest: int | None = None,
+    tree: DynamicTree | Tree | None = None,
+    drawn: Tree | None = None,
+    limits: Mapping[str, Any],
+) -> TreeChoice:
+    """What to draft with: what was tuned or saved, unless another tree is given, or other limits by name.
+
+    Raises ConfigError for limits beside a tree, and for ones that are none.
+    """
+    given = {name: value for name, value in limits.items() if value is not None}
+    if tree is not None:
+        if given:
+            raise ConfigError(f"{', '.join(sorted(given))} and a tree exclude each other")
+        return TreeChoice.of(tree, drawn)
+    choice = tuned_choice(directory, base, deepest)
+    if given:
+        start = choice.likeliest if isinstance(choice.likeliest, DynamicTree) else DEFAULT
+        return TreeChoice.of(replace(start, **given), drawn)
+    return TreeChoice(choice.likeliest, drawn or choice.drawn)

@@ -22,7 +22,7 @@ from decode.drafters import Draft, DraftRow
 from decode.drafters.gather import join_states, kept_states, take
 from decode.drafters.growth import grow, start_growths
 from decode.drafters.projection import draft_projection
-from decode.dynamic import DynamicTree, TreeChoice, tuned_choice
+from decode.dynamic import DynamicTree, TreeChoice, load_choice
 from decode.tree import Tree
 from medusa_heads.base import BaseOutput
 from medusa_heads.hub import heads_directory
@@ -69,16 +69,20 @@ class EagleDrafter:
         *,
         tree: DynamicTree | Tree | None = None,
         drawn: Tree | None = None,
+        depth: int | None = None,
+        width: int | None = None,
+        nodes: int | None = None,
         revision: str | None = None,
     ) -> EagleDrafter:
         """Heads by directory, embedded name or Hub id, with what was tuned for this machine (see `decode.profiles`), or
-        else their own `tree.json`, unless another tree is given."""
+        else their own `tree.json`, unless another tree is given, or other limits of a dynamic one."""
         from medusa_heads.eagle import EagleHeads
 
         directory = heads_directory(name, revision=revision)
         heads = EagleHeads.from_pretrained(directory, base=base)
-        choice = tuned_choice(directory, base) if tree is None else TreeChoice.of(tree, drawn)
-        return cls(heads, base, choice.likeliest, drawn or choice.drawn)
+        limits = {"depth": depth, "width": width, "nodes": nodes}
+        choice = load_choice(directory, base, tree=tree, drawn=drawn, limits=limits)
+        return cls(heads, base, choice.likeliest, choice.drawn)
 
     def start(self, rows: Sequence[DraftRow]) -> EagleSession:
         return EagleSession(self, rows)
