@@ -34,8 +34,8 @@ class RowGroup:
     """(B, T) int64, places among the N positions; 0 for padding."""
     real: Tensor
     """(B, Q) bool, queries that are no padding."""
-    visible: Tensor
-    """(B, Q, T) bool: keys up to the query's own position. Padding queries see key 0, to keep them finite."""
+    hidden: Tensor
+    """(B, Q, T) float32: 0 for keys up to the query's own position, else −∞. Padding queries see key 0."""
 
 
 def group_rows(batch: SequenceBatch) -> list[RowGroup]:
@@ -57,8 +57,9 @@ def group_rows(batch: SequenceBatch) -> list[RowGroup]:
             real[line, :count] = True
             last[line, :count] = where[bounds[r] : bounds[r + 1]] - starts[r]
             keys[line, : batch.lengths[r]] = torch.arange(batch.lengths[r]) + starts[r]
-        visible = torch.arange(length) <= last[:, :, None]
-        groups.append(RowGroup(queries.to(device), keys.to(device), real.to(device), visible.to(device)))
+        hidden = torch.zeros(len(rows), width, length)
+        hidden.masked_fill_(torch.arange(length) > last[:, :, None], -torch.inf)
+        groups.append(RowGroup(queries.to(device), keys.to(device), real.to(device), hidden.to(device)))
     return groups
 
 
@@ -82,35 +83,35 @@ class _SharedAttention(torch.autograd.Function):
         out = torch.zeros_like(q, memory_format=torch.contiguous_format)
         log_z = torch.zeros(q.shape[:2], dtype=_wide(q.dtype), device=q.device)
         for group in groups:
-            scores = _scores(q, k, group, group.visible)
-            z = torch.logsumexp(scores, dim=-1, keepdim=True)
-            law = scores.sub_(z).exp_().to(v.dtype)
+            scores = _scores(q, k, group)
+            law = torch.softmax(scores, dim=-1)
+            z = scores.amax(-1, keepdim=True) - law.amax(-1, keepdim=True).log()
             places = group.queries[group.real]
-            out[places] = _by_query(law @ _of_keys(v, group), group)
+            out[places] = _by_query(law.to(v.dtype) @ _of_keys(v, group), group)
             log_z[places] = _by_query(z, group)[..., 0]
-        ctx.save_for_backward(q, k, v, out, log_z)
+        ctx.save_for_backward(q, k, v, out)
         ctx.groups = groups
         return out, log_z
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, log_z = ctx.saved_tensors
+        q, k, v, out = ctx.saved_tensors
         out_grad, z_grad = upstream
         # By a score: law · (out_grad · v − out_grad · out + z_grad), the Jacobians of the softmax and of log z.
-        wide = _wide(q.dtype)
+        wide, key_heads = _wide(q.dtype), k.shape[1]
         level = (out_grad.to(wide) * out).sum(-1) - z_grad
         q_grad, k_grad, v_grad = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
         for group in ctx.groups:
-            groups = k.shape[1]
-            law = _scores(q, k, group, group.visible & group.real[:, :, None])
-            law = law.sub_(_of_queries(log_z[..., None], group, groups)).exp_()
-            pulled = _of_queries(out_grad, group, groups)
-            by_score = (pulled @ _of_keys(v, group).mT).to(wide).sub_(_of_queries(level[..., None], group, groups))
-            by_score = by_score.mul_(law).mul_(q.shape[-1] ** -0.5).to(q.dtype)
+            law = torch.softmax(_scores(q, k, group), dim=-1)
+            law.unflatten(2, (-1, group.queries.shape[1])).mul_(group.real[:, None, None, :, None])
+            pulled = _of_queries(out_grad, group, key_heads)
+            by_score = (pulled @ _of_keys(v, group).mT).to(wide).sub_(_of_queries(level[..., None], group, key_heads))
+            by_score = by_score.mul_(law).to(q.dtype)
             q_grad[group.queries[group.real]] = _by_query(by_score @ _of_keys(k, group), group)
-            _add_by_key(k_grad, by_score.mT @ _of_queries(q, group, groups), group)
+            _add_by_key(k_grad, by_score.mT @ _of_queries(q, group, key_heads), group)
             _add_by_key(v_grad, law.to(v.dtype).mT @ pulled, group)
-        return q_grad, k_grad, v_grad, None
+        scale = q.shape[-1] ** -0.5
+        return q_grad.mul_(scale), k_grad.mul_(scale), v_grad, None
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -139,12 +140,11 @@ def _add_by_key(total: Tensor, x: Tensor, group: RowGroup) -> None:
     total.index_add_(0, group.keys.flatten(), x.transpose(1, 2).flatten(0, 1))
 
 
-def _scores(q: Tensor, k: Tensor, group: RowGroup, visible: Tensor) -> Tensor:
+def _scores(q: Tensor, k: Tensor, group: RowGroup) -> Tensor:
     """(B, G, H/G · Q, T), −∞ where a key is not seen; like all sums of scores in float32 at least."""
-    products = _of_queries(q, group, k.shape[1]) @ _of_keys(k, group).mT
-    scores = products.to(_wide(q.dtype)).mul_(q.shape[-1] ** -0.5)
-    by_head = scores.unflatten(2, (-1, group.queries.shape[1]))
-    by_head.masked_fill_(~visible[:, None, None], -torch.inf)
+    queries = _of_queries(q, group, k.shape[1]) * q.shape[-1] ** -0.5
+    scores = (queries @ _of_keys(k, group).mT).to(_wide(q.dtype))
+    scores.unflatten(2, (-1, group.queries.shape[1])).add_(group.hidden[:, None, None])
     return scores
 
 
