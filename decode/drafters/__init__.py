@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -103,8 +103,26 @@ class Drafter(Protocol):
     def start(self, rows: Sequence[DraftRow]) -> DraftSession: ...
 
 
-def load_drafter(name: str | Path, base: Base, **options: object) -> Drafter:
-    """The drafter for heads of a directory, an embedded name or a Hub id, with the tree that they were saved with."""
-    from decode.drafters.medusa import MedusaDrafter
+def load_drafter(name: str | Path, base: Base, **options: Any) -> Drafter:
+    """The drafter that `name` says: one argument swaps one way of drafting for another.
 
-    return MedusaDrafter.from_pretrained(name, base, **options)  # type: ignore[arg-type]
+    Args:
+        name: one of
+
+            NAME         heads of any family, by directory, embedded name or Hub id, with the tree tuned for this
+                         machine or else the one that they were saved with
+            lookup       prompt lookup
+            model:NAME   another causal LM as the draft model: a directory, Hub id, `.gguf` file or embedded name
+            exit:L       the base's first L layers
+
+            or several of them joined by `+`, which draft into one tree (`heads` is then the base's embedded heads).
+            Each may be followed by settings of its drafter: `model:NAME,width=4,depth=6`, `lookup,nodes=24`.
+        options: settings as well, for a name that is not a combination.
+
+    Raises:
+        ConfigError: a name or a setting that is none.
+        HeadsError: heads or a draft model that do not belong to the base.
+    """
+    from decode.drafters.specs import load
+
+    return load(name, base, options)

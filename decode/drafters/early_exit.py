@@ -9,7 +9,6 @@ heads that were not trained for it, such as most bases', exit badly before their
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 from transformers.cache_utils import Cache
@@ -18,7 +17,6 @@ from decode.cache import TreeCache
 from decode.drafters import Draft, DraftRow
 from decode.drafters.adaptive import Reach, Record, remember
 from decode.drafters.growth import grow
-from decode.drafters.model import reach_of
 from decode.drafters.passes import TreePasses
 from decode.drafters.seen import SeenText
 from medusa_heads.base import Base, BaseOutput
@@ -29,10 +27,10 @@ class EarlyExitDrafter:
 
     layers: Sequence[int] = ()
 
-    def __init__(self, base: Base, exit_layer: int, *, reach: Reach | None = None, **options: Any):
+    def __init__(self, base: Base, exit_layer: int, *, reach: Reach | None = None):
         self.base = base
         self.part = base.first_layers(exit_layer)
-        self.reach = reach or reach_of(options)
+        self.reach = reach or Reach()
         cost = self.reach.pass_cost
         self.pass_cost = min(0.9, self.part.num_parameters / base.num_parameters) if cost is None else cost
 

@@ -81,6 +81,19 @@ class Trie:
         self.kinds.append(kind)
         return node
 
+    def merge(self, other: Trie) -> None:
+        """Takes in another's nodes, each with its chance given its parent; one that both have gets the greater."""
+        places = [0]
+        for node in range(1, other.size):
+            above = other.reach[other.parents[node]]
+            chance = min(1.0, other.reach[node] / above) if above > 0.0 else 0.0
+            place = self.add(places[other.parents[node]], other.tokens[node], chance)
+            self.estimates[place] = max(self.estimates[place], chance)
+            places.append(place)
+        self.reach = [1.0]
+        for node in range(1, self.size):
+            self.reach.append(self.reach[self.parents[node]] * self.estimates[node])
+
     def follow(self, tokens: Sequence[int]) -> list[int]:
         """The nodes below the root that spell `tokens`, as far as there are any."""
         nodes: list[int] = []

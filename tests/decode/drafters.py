@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from decode.drafters.adaptive import Reach
+from decode.drafters.combined import CombinedDrafter
 from decode.drafters.crossmodel import SharedDrafter, TextDrafter
 from decode.drafters.early_exit import EarlyExitDrafter
 from decode.drafters.lookup import LookupDrafter
@@ -86,6 +87,12 @@ DRAFTERS: dict[str, Callable[[Base], Any]] = {
     "shared-foreign": lambda base: SharedDrafter(foreign(), base, reach=BUSHY),
     "text-translated": lambda base: TextDrafter(translated(base), base, reach=CHAIN),
     "text-foreign": lambda base: TextDrafter(foreign(), base, reach=BUSHY),
+    "lookup+model": lambda base: CombinedDrafter(
+        [LookupDrafter(base), ModelDrafter(relative(base), base, reach=CHAIN)], base.device
+    ),
+    "exit+lookup": lambda base: CombinedDrafter(
+        [EarlyExitDrafter(base, 1, reach=BUSHY), LookupDrafter(base)], base.device, nodes=8
+    ),
     "exit-chain": lambda base: EarlyExitDrafter(base, 1, reach=CHAIN),
     "exit-tree": lambda base: EarlyExitDrafter(base, 1, reach=BUSHY),
 }

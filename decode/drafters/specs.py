@@ -1,0 +1,109 @@
+"""Drafters by name: what `--drafter` and `speculate` take. The grammar is in `decode.drafters.load_drafter`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from decode.drafters import Drafter
+from medusa_heads.embedded import DEFAULT_EMBEDDED
+from medusa_heads.errors import ConfigError
+
+if TYPE_CHECKING:
+    from medusa_heads.base import Base
+
+FAMILIES = {"medusa": "MedusaDrafter", "eagle": "EagleDrafter", "hydra": "HydraDrafter"}
+
+
+def load(name: str | Path, base: Base, options: Mapping[str, Any]) -> Drafter:
+    """See `decode.drafters.load_drafter`."""
+    if isinstance(name, Path) or Path(name).exists():
+        return _heads(str(name), base, dict(options))
+    parts = [parse(part) for part in name.split("+")]
+    if len(parts) == 1:
+        kind, value, own = parts[0]
+        return _one(kind, value, base, {**own, **options})
+    if options:
+        raise ConfigError(f"{', '.join(sorted(options))}: a combination takes its settings within its name, {name!r}")
+    from decode.drafters.combined import CombinedDrafter
+
+    return CombinedDrafter([_one(kind, value, base, own) for kind, value, own in parts], base.device)
+
+
+def parse(part: str) -> tuple[str, str, dict[str, Any]]:
+    """(kind, value, settings) of one way of drafting; the kind is heads, lookup, model or exit.
+
+    >>> parse("exit:4,depth=3")
+    ('exit', '4', {'depth': 3})
+    """
+    name, *settings = part.split(",")
+    options = {}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals or not key.strip():
+            raise ConfigError(f"a setting of a drafter is written key=value, not {setting!r} (in {part!r})")
+        options[key.strip()] = _value(value.strip())
+    kind, colon, value = name.strip().partition(":")
+    if kind == "lookup" and not colon:
+        return kind, "", options
+    if kind in ("model", "exit") and value:
+        return kind, value, options
+    if not name.strip():
+        raise ConfigError("a drafter has a name: heads, lookup, model:NAME or exit:L")
+    if kind in ("model", "exit"):
+        raise ConfigError(f"{kind} needs a value: {'model:NAME' if kind == 'model' else 'exit:L'}")
+    return "heads", name.strip(), options
+
+
+def _value(text: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _one(kind: str, value: str, base: Base, options: dict[str, Any]) -> Drafter:
+    if kind == "lookup":
+        from decode.drafters.lookup import LookupDrafter
+
+        return _made(LookupDrafter, (base,), options, "lookup")
+    if kind == "model":
+        from decode.drafters.model import ModelDrafter
+
+        return ModelDrafter.from_pretrained(value, base, **options)
+    if kind == "exit":
+        from decode.drafters.early_exit import EarlyExitDrafter
+        from decode.drafters.model import reach_of
+
+        if not value.isdecimal():
+            raise ConfigError(f"exit:L names a number of layers, not {value!r}")
+        return EarlyExitDrafter(base, int(value), reach=reach_of(options))
+    if value == "heads":
+        if base.name != DEFAULT_EMBEDDED:
+            raise ConfigError(f"there are no embedded heads for the base {base.name!r}: name some in place of 'heads'")
+        value = DEFAULT_EMBEDDED
+    return _heads(value, base, options)
+
+
+def _heads(name: str, base: Base, options: dict[str, Any]) -> Drafter:
+    """Heads of whichever family their config says."""
+    from medusa_heads.hub import heads_directory, is_own, open_heads, read_config
+
+    directory = heads_directory(name, revision=options.pop("revision", None))
+    config = read_config(directory) if is_own(directory) else open_heads(directory, base).config
+    family = config.family
+    drafter = getattr(import_module(f"decode.drafters.{family}"), FAMILIES[family])
+    return _made(drafter.from_pretrained, (directory, base), options, f"heads of the family {family}")
+
+
+def _made(make: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any], what: str) -> Any:
+    known = [p.name for p in inspect.signature(make).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise ConfigError(f"{what} has no setting {', '.join(unknown)}; there are {', '.join(known)}")
+    return make(*arguments, **options)
