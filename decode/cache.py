@@ -1,9 +1,12 @@
 """A key-value cache that takes a tree and keeps a path.
 
-Keys and values live in preallocated buffers (B, H, S, d), one pair a layer. Row b has committed its first
-`lengths[b]` slots. A forward pass writes its T tokens at `offset = max(lengths)` for all rows at once and attention
-reads views of the buffers; nothing that is committed is copied. `commit` then moves the kept nodes of each row behind
-its committed slots, in place. What lies between a row's length and the offset is hidden by the mask.
+Keys and values live in preallocated buffers. Row b has committed its first `lengths[b]` slots. A forward pass writes
+its T tokens at `offset = max(lengths)` for all rows at once and attention reads views (B, H, S, d) of the buffers;
+nothing that is committed is copied. `commit` then moves the kept nodes of each row behind its committed slots, in
+place. What lies between a row's length and the offset is hidden by the mask.
+
+Keys and values of one shape, in most models those of all layers, share one buffer, so that a commit is one gather for
+all of them.
 """
 
 from __future__ import annotations
@@ -17,40 +20,38 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 
 class TreeLayer(CacheLayerMixin):
-    """One layer's buffers. Writes where its cache says (`owner.offset`)."""
+    """One layer's keys and values. Writes where its cache says (`owner.offset`).
+
+    What the first pass gives is kept as it comes; by its end the shapes of all layers are known, and the cache makes
+    the buffers whose views `keys` and `values` then are.
+    """
 
     is_sliding = False
 
     def __init__(self, owner: TreeCache):
         super().__init__()
         self.owner = owner
+        self.in_buffer = False
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        # Zeros, not empty memory: a hidden slot still enters 0 · value, and 0 · NaN is NaN.
-        self.keys = key_states.new_zeros((*key_states.shape[:2], self.owner.capacity, key_states.shape[-1]))
-        self.values = value_states.new_zeros((*value_states.shape[:2], self.owner.capacity, value_states.shape[-1]))
+        self.keys, self.values = key_states, value_states
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Writes (B, H, T, d) behind the committed slots and returns views (B, H, offset + T, d)."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        assert self.keys is not None and self.values is not None
         start, end = self.owner.offset, self.owner.offset + key_states.shape[-2]
-        if end > self.keys.shape[-2]:
-            self._grow(end)
+        if not self.in_buffer:
+            if start == 0:
+                self.lazy_initialization(key_states, value_states)
+                return key_states, value_states
+            if not self.is_initialized:
+                self.lazy_initialization(key_states[:, :, :0], value_states[:, :, :0])
+            self.owner.make_buffers()
+        self.owner.reserve(end)
+        assert self.keys is not None and self.values is not None
         self.keys[:, :, start:end] = key_states
         self.values[:, :, start:end] = value_states
         return self.keys[:, :, :end], self.values[:, :, :end]
-
-    def _grow(self, needed: int) -> None:
-        assert self.keys is not None and self.values is not None
-        capacity = max(needed, 2 * self.keys.shape[-2])
-        for name in ("keys", "values"):
-            old = getattr(self, name)
-            new = old.new_zeros((*old.shape[:2], capacity, old.shape[-1]))
-            new[:, :, : old.shape[-2]] = old
-            setattr(self, name, new)
 
     def get_seq_length(self) -> int:
         return self.owner.offset
@@ -66,6 +67,45 @@ class TreeLayer(CacheLayerMixin):
         return self.owner.offset + length, 0
 
 
+class _Buffer:
+    """Keys and values of one shape, of any layers, in one tensor (planes, B, H, S, d)."""
+
+    def __init__(self, planes: Sequence[tuple[TreeLayer, str]], capacity: int):
+        self.planes = planes
+        first: Tensor = getattr(*planes[0])
+        # Zeros, not empty memory: a hidden slot still enters 0 · value, and 0 · NaN is NaN.
+        self.data = first.new_zeros((len(planes), *first.shape[:2], capacity, first.shape[-1]))
+        for place, plane in enumerate(planes):
+            given: Tensor = getattr(*plane)
+            self.data[place, :, :, : given.shape[-2]] = given
+        self._hand_out()
+
+    @property
+    def capacity(self) -> int:
+        return self.data.shape[-2]
+
+    def grow(self, capacity: int) -> None:
+        grown = self.data.new_zeros((*self.data.shape[:3], capacity, self.data.shape[-1]))
+        grown[:, :, :, : self.capacity] = self.data
+        self.data = grown
+        self._hand_out()
+
+    def keep_rows(self, index: Tensor) -> None:
+        self.data = self.data.index_select(1, index.to(self.data.device))
+        self._hand_out()
+
+    def move(self, row: int, source: Tensor, first: int, last: int) -> None:
+        """Slots `source` of a row to the slots from `first` up to `last`."""
+        own = self.data[:, row]
+        # index_select copies before the slice is written, so overlapping source and target are safe.
+        own[:, :, first:last] = own.index_select(2, source.to(self.data.device))
+
+    def _hand_out(self) -> None:
+        for (layer, name), plane in zip(self.planes, self.data, strict=True):
+            setattr(layer, name, plane)
+            layer.in_buffer = True
+
+
 class TreeCache(Cache):
     """The cache of one call of the decoder: B rows, each with a committed length of its own."""
 
@@ -73,6 +113,7 @@ class TreeCache(Cache):
         self.capacity = capacity
         self.lengths: list[int] = [0] * batch_size
         self.held = 0
+        self._buffers: list[_Buffer] = []
         super().__init__(layers=[TreeLayer(self) for _ in range(num_layers)])
 
     @property
@@ -93,6 +134,26 @@ class TreeCache(Cache):
     def release(self) -> None:
         """Forgets what is held."""
         self.held = 0
+
+    def make_buffers(self) -> None:
+        """Puts what layers have been given into buffers, where it is not yet."""
+        shapes: dict[tuple[Any, ...], list[tuple[TreeLayer, str]]] = {}
+        layer: Any
+        for layer in self.layers:
+            if layer.is_initialized and not layer.in_buffer:
+                for name in ("keys", "values"):
+                    states: Tensor = getattr(layer, name)
+                    shape = (states.shape[:2], states.shape[-1], states.dtype, states.device)
+                    shapes.setdefault(shape, []).append((layer, name))
+        for planes in shapes.values():
+            longest = max(getattr(*plane).shape[-2] for plane in planes)
+            self._buffers.append(_Buffer(planes, max(self.capacity, longest)))
+
+    def reserve(self, slots: int) -> None:
+        """Has room for so many slots in every buffer."""
+        for buffer in self._buffers:
+            if slots > buffer.capacity:
+                buffer.grow(max(slots, 2 * buffer.capacity))
 
     def positions(self, depths: Tensor) -> Tensor:
         """Position of each node: its row's committed length plus its depth. Depths (T,) or (B, T) → (B, T)."""
@@ -124,22 +185,15 @@ class TreeCache(Cache):
         in this order; an empty path keeps none."""
         offset = self.start
         self.held = 0
+        self.make_buffers()
         for row, path in enumerate(paths):
             start = self.lengths[row]
             moved = [(offset + node, start + i) for i, node in enumerate(path) if offset + node != start + i]
             if moved:
                 source = torch.tensor([s for s, _ in moved])
-                first, last = moved[0][1], moved[-1][1] + 1
-                for layer in self.layers:
-                    self._move(layer, row, source, first, last)
+                for buffer in self._buffers:
+                    buffer.move(row, source, moved[0][1], moved[-1][1] + 1)
         self.lengths = [length + len(path) for length, path in zip(self.lengths, paths, strict=True)]
-
-    @staticmethod
-    def _move(layer: Any, row: int, source: Tensor, first: int, last: int) -> None:
-        source = source.to(layer.keys.device)
-        # index_select copies before the slice is written, so overlapping source and target are safe.
-        layer.keys[row, :, first:last] = layer.keys[row].index_select(1, source)
-        layer.values[row, :, first:last] = layer.values[row].index_select(1, source)
 
     def truncate(self, length: int, row: int = 0) -> None:
         """Forgets all of a row but its first `length` tokens."""
@@ -149,10 +203,8 @@ class TreeCache(Cache):
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         """Drops all rows but these, in this order."""
+        self.make_buffers()
         index = torch.tensor(list(rows))
-        layer: Any
-        for layer in self.layers:
-            if layer.is_initialized:
-                layer.keys = layer.keys.index_select(0, index.to(layer.keys.device))
-                layer.values = layer.values.index_select(0, index.to(layer.values.device))
+        for buffer in self._buffers:
+            buffer.keep_rows(index)
         self.lengths = [self.lengths[row] for row in rows]

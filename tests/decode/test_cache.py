@@ -251,3 +251,47 @@ def test_a_tree_grown_in_several_passes_equals_one_pass(family: str) -> None:
     grown.hold(3)
     grown.release()
     assert grown.offset == 9
+
+
+def test_layers_of_one_shape_share_a_buffer_and_others_do_not() -> None:
+    """Keys wider than values, layers with fewer heads, a layer that is never shown anything."""
+    cache = TreeCache(4, capacity=8)
+    shapes = [((2, 3), (2, 3)), ((2, 3), (2, 2)), ((1, 3), (1, 3))]
+    generator = torch.Generator().manual_seed(0)
+    kept: list[tuple[Tensor, Tensor]] = []
+    for nodes, path in ((5, [0, 1, 2, 3, 4]), (6, [0, 2, 5]), (6, [0, 1, 4])):
+        for i, pair in enumerate(shapes):
+            new = [torch.randn(1, heads, nodes, dim, generator=generator) for heads, dim in pair]
+            keys, values = cache.update(new[0], new[1], i)
+            assert torch.equal(keys[:, :, -nodes:], new[0]) and torch.equal(values[:, :, -nodes:], new[1])
+            before = kept[i] if len(kept) > i else (new[0][:, :, :0], new[1][:, :, :0])
+            after = tuple(torch.cat((old, fresh[:, :, path]), dim=2) for old, fresh in zip(before, new, strict=True))
+            kept[i : i + 1] = [(after[0], after[1])]
+        cache.commit([path])
+    assert cache.lengths == [11]
+    layers = cache.layers
+    for layer, (keys, values) in zip(layers, kept, strict=False):
+        assert torch.equal(layer.keys[:, :, :11], keys) and torch.equal(layer.values[:, :, :11], values)
+    memory = [plane.untyped_storage().data_ptr() for layer in layers[:3] for plane in (layer.keys, layer.values)]
+    assert memory[0] == memory[1] == memory[2] and len(set(memory)) == 3
+    assert not layers[3].is_initialized
+
+
+def test_a_first_pass_that_is_repeated_replaces_what_it_gave() -> None:
+    cache, naive = TreeCache(2), Naive(1)
+    write(cache, 7, 0)
+    new, _ = write(cache, 4, 1)
+    cache.commit([[0, 2, 3]])
+    naive.commit(new, [[0, 2, 3]])
+    assert_holds(cache, naive)
+
+
+def test_a_first_pass_can_be_held() -> None:
+    cache, naive = TreeCache(2), Naive(1)
+    first, _ = write(cache, 3, 0)
+    cache.hold(3)
+    second, views = write(cache, 2, 1)
+    assert views[0][0].shape[2] == 5
+    cache.commit([[0, 2, 4]])
+    naive.commit(torch.cat((first, second), dim=2), [[0, 2, 4]])
+    assert_holds(cache, naive)
