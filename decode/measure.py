@@ -1,7 +1,9 @@
-"""The machine's costs by the clock: a pass of the base over T nodes, and drafting with heads.
+"""The machine's costs by the clock: a pass of the base over T nodes, drafting with heads, and whole rounds of decoding.
 
 Sizes take turns within each repetition, so that a change of the machine's speed meets all of them; medians are kept.
 The pass is the engine's own: positions and mask of a tree, the base's states, the logits of every node, their argmax.
+A pass alone, again and again, finds its weights and its kernels warmer than decoding does: what is predicted from
+passes is too fast. So trees are chosen by the rounds.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from decode.tuning import RoundCost
 from medusa_heads.errors import ConfigError
 
 if TYPE_CHECKING:
+    from decode.engine import Decoder
+    from decode.settings import GenerationSettings
     from medusa_heads.base import Base
     from medusa_heads.medusa import MedusaHeads
 
@@ -128,6 +132,24 @@ def _draft_jobs(base: Base, heads: MedusaHeads, ranks: int) -> dict[int, Callabl
         drafter = MedusaDrafter(heads, base, _caterpillar(depth, ranks))
         jobs[depth] = lambda drafter=drafter: drafter.fill(hidden, root).to("cpu")  # type: ignore[misc]
     return jobs
+
+
+def measure_rounds(
+    decoders: Mapping[int, Decoder], prompts: Sequence[Sequence[int]], settings: GenerationSettings, repeats: int
+) -> dict[int, tuple[float, float, float]]:
+    """Seconds of a round of each decoder in the midst of decoding, all stages included, the prompt's pass not.
+
+    In each repetition every decoder answers one prompt, in an order that changes; the first repetition warms up.
+    """
+    order, seconds = random.Random(0), {key: list[float]() for key in decoders}
+    for repetition in range(repeats + 1):
+        for key in order.sample(list(decoders), len(decoders)):
+            stats = decoders[key].generate(prompts[repetition % len(prompts)], settings).stats
+            if repetition > 0 and stats.rounds > 0:
+                seconds[key].append((stats.seconds - stats.stage_seconds["prefill"]) / stats.rounds)
+    if not all(seconds.values()):
+        raise ConfigError("no rounds to measure: the base ends its answers at once")
+    return {key: spread(values) for key, values in seconds.items()}
 
 
 def bushy_tree(size: int) -> Tree:

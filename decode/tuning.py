@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from decode.tree import Tree, expected_length, search_tree
 from medusa_heads.errors import ConfigError
@@ -131,6 +131,23 @@ def _options(best: Callable[[int, int], tuple[Tree, float]], num_heads: int, cos
             if tree not in found:
                 found[tree] = Option(tree, length, cost.seconds(tree.size, tree.depth))
     return sorted(found.values(), key=lambda option: (option.tree.size, option.tree.depth))
+
+
+def revalued(options: Sequence[Option], length: Callable[[Tree], float]) -> list[Option]:
+    """The same trees with other figures of what they give."""
+    return [replace(option, expected_length=length(option.tree)) for option in options]
+
+
+def cost_of_rounds(seconds: Mapping[int, float], depths: Mapping[int, int], draft: Mapping[int, float]) -> RoundCost:
+    """Costs from whole rounds.
+
+    Args:
+        seconds: by number of nodes, of a round with one tree of that size.
+        depths: that tree's depth.
+        draft: seconds of drafting by depth; only its differences weigh, for trees of other depths.
+    """
+    drafting = {0: 0.0, **draft}
+    return RoundCost({size: value - drafting[depths[size]] for size, value in seconds.items()}, draft)
 
 
 def best_option(options: Sequence[Option]) -> Option:
