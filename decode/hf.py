@@ -15,27 +15,33 @@ import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig, StopStringCriteria
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 
-from decode.engine import Decoder
+from decode.drafters import load_drafter
+from decode.dynamic import DEFAULT, DynamicTree
+from decode.engine import Decoder, Prefix
 from decode.hf_rows import BatchRow, row_criteria, row_processors, split_criteria
 from decode.sampling import SamplingParams
 from decode.settings import GenerationResult, GenerationSettings
 from decode.stats import Stats
+from decode.tree import Tree
 from medusa_heads.base import Base
 from medusa_heads.errors import ConfigError, UnsupportedModelError
 from medusa_heads.medusa import MedusaHeads
 
 if TYPE_CHECKING:
     from decode.drafters import Drafter
-    from decode.tree import Tree
+    from medusa_heads.eagle import EagleHeads
+    from medusa_heads.hydra import HydraHeads
+
+    Heads = MedusaHeads | EagleHeads | HydraHeads
 
 MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 PREPARED = {
@@ -68,20 +74,22 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
 
 
 def speculate(
-    heads: MedusaHeads | Drafter | str | Path, *, tree: Tree | None = None, tokenizer: Any = None
+    heads: Heads | Drafter | str | Path, *, tree: Tree | DynamicTree | None = None, tokenizer: Any = None
 ) -> Speculation:
     """A decoding loop for `model.generate(…, custom_generate=speculate(heads))`.
 
     Args:
-        heads: a directory, Hub id or embedded name of trained heads; heads in memory, with a `tree`; or a drafter that
-            was made for the model.
-        tree: the draft tree, instead of the one saved with the heads.
+        heads: what `load_drafter` takes by name, trained heads above all; heads of any family in memory, Medusa's with
+            a `tree`; or a drafter that was made for the model.
+        tree: the draft tree, instead of the one saved with the heads; for EAGLE and Hydra heads also the limits of a
+            dynamic one.
         tokenizer: the model's. Needed for `stop_strings`; and where it is given, heads trained with another one are
             refused.
 
     Besides generate's own arguments the call takes `seed=`: sampling then draws from that seed and leaves torch's
     global state alone; without it the seed is drawn from the global state, so that `torch.manual_seed` makes the text
-    reproducible as it does in `generate`.
+    reproducible as it does in `generate`. And it takes `prefix=Prefix()` (`decode.engine`), for calls with one prompt
+    each: what a call shares with the beginning of the one before is not computed again.
 
     One object serves one model, and any number of calls. Raises ConfigError for what the loop cannot do: beams,
     assistants, contrastive and other search modes, filled caches, model inputs besides `input_ids` and its mask.
@@ -92,10 +100,12 @@ def speculate(
 class Speculation:
     """See `speculate`."""
 
-    def __init__(self, heads: MedusaHeads | Drafter | str | Path, tree: Tree | None, tokenizer: Any):
+    def __init__(self, heads: Heads | Drafter | str | Path, tree: Tree | DynamicTree | None, tokenizer: Any):
         if isinstance(heads, MedusaHeads) and tree is None:
-            raise ConfigError("heads in memory need a tree: speculate(heads, tree=…)")
-        if tree is not None and not isinstance(heads, MedusaHeads | str | Path):
+            raise ConfigError("Medusa heads in memory need a tree: speculate(heads, tree=…)")
+        if isinstance(heads, MedusaHeads) and isinstance(tree, DynamicTree):
+            raise ConfigError("Medusa heads fill one tree every round: give a Tree, not the limits of a dynamic one")
+        if tree is not None and not isinstance(heads, nn.Module | str | Path):
             raise ConfigError("a drafter has its own tree: leave tree out")
         self._heads = heads
         self._tree = tree
@@ -112,6 +122,7 @@ class Speculation:
         generation_config: GenerationConfig,
         stop_strings: str | Sequence[str] | None = None,
         seed: int | None = None,
+        prefix: Prefix | None = None,
         streamer: Any = None,
         **model_kwargs: Any,
     ) -> Tensor | SpeculativeOutput:
@@ -129,10 +140,14 @@ class Speculation:
         stopping_criteria = [*stopping_criteria, *self._stop_strings(stop_strings)]
         request = _Request(input_ids, model_kwargs.get("attention_mask"), generation_config, stopping_criteria)
         settings = request.settings(logits_processor, _seed(generation_config, seed))
-        if streamer is None:
-            results = decoder.generate_batch(request.prompts, settings)
+        if prefix is not None and request.batch_size != 1:
+            raise ConfigError(f"a prefix serves one prompt at a time, not {request.batch_size}")
+        if streamer is not None:
+            results = _stream(decoder, request, settings, streamer, prefix)
+        elif prefix is not None:
+            results = [decoder.generate(request.prompts[0], settings[0], prefix=prefix)]
         else:
-            results = _stream(decoder, request, settings, streamer)
+            results = decoder.generate_batch(request.prompts, settings)
         if any(result.finish_reason == "context" for result in results):
             warnings.warn(
                 f"a text was ended at the model's context of {decoder.base.max_positions} tokens", stacklevel=2
@@ -152,13 +167,10 @@ class Speculation:
             return self._decoder
 
     def _drafter(self, base: Base) -> Drafter:
-        from decode.drafters.medusa import MedusaDrafter
-
         if isinstance(self._heads, str | Path):
-            return MedusaDrafter.from_pretrained(self._heads, base, tree=self._tree)
-        if isinstance(self._heads, MedusaHeads):
-            assert self._tree is not None
-            return MedusaDrafter(self._heads, base, self._tree)
+            return load_drafter(self._heads, base, heads=None, **({} if self._tree is None else {"tree": self._tree}))
+        if isinstance(self._heads, nn.Module):
+            return _drafter_in_memory(self._heads, base, self._tree)
         return self._heads
 
     def _stop_strings(self, stop_strings: str | Sequence[str] | None) -> list[StopStringCriteria]:
@@ -170,6 +182,21 @@ class Speculation:
             raise ConfigError("stop_strings needs the tokenizer here: speculate(…, tokenizer=tokenizer)")
         strings = [stop_strings] if isinstance(stop_strings, str) else list(stop_strings)
         return [StopStringCriteria(self._tokenizer, strings)]
+
+
+def _drafter_in_memory(heads: Heads, base: Base, tree: Tree | DynamicTree | None) -> Drafter:
+    """The drafter for heads of any family."""
+    from decode.drafters.eagle import EagleDrafter
+    from decode.drafters.hydra import HydraDrafter
+    from decode.drafters.medusa import MedusaDrafter
+    from medusa_heads.eagle import EagleHeads
+
+    if isinstance(heads, MedusaHeads):
+        assert isinstance(tree, Tree)
+        return MedusaDrafter(heads, base, tree)
+    if isinstance(heads, EagleHeads):
+        return EagleDrafter(heads, base, tree or DEFAULT)
+    return HydraDrafter(heads, base, tree or replace(DEFAULT, depth=min(DEFAULT.depth, heads.config.num_heads)))
 
 
 class _Request:
@@ -197,7 +224,7 @@ class _Request:
         return [
             GenerationSettings(
                 max_new_tokens=self.max_length - self.width,
-                sampling=SamplingParams(temperature=1.0 if config.do_sample else 0.0),
+                sampling=SamplingParams(temperature=_temperature(config)),
                 seed=None if seed is None else seed + row.index,
                 eos_token_ids=self.eos_token_ids,
                 logits_processor=row_processors(processors, row),
@@ -239,12 +266,16 @@ class _Request:
 
 
 def _stream(
-    decoder: Decoder, request: _Request, settings: Sequence[GenerationSettings], streamer: Any
+    decoder: Decoder,
+    request: _Request,
+    settings: Sequence[GenerationSettings],
+    streamer: Any,
+    prefix: Prefix | None = None,
 ) -> list[GenerationResult]:
     """Decodes, and gives the streamer what `generate` would: one token of each row a step, padding for ended rows."""
     waiting: list[deque[int]] = [deque() for _ in request.rows]
     results: dict[int, GenerationResult] = {}
-    for chunk in decoder.stream_batch(request.prompts, settings):
+    for chunk in decoder.stream_batch(request.prompts, settings, prefix=prefix):
         waiting[chunk.row].extend(chunk.token_ids)
         if chunk.result is not None:
             results[chunk.row] = chunk.result
@@ -323,6 +354,13 @@ def _pad_token_id(config: GenerationConfig) -> int | None:
         eos: Any = config.eos_token_id
         pad = eos[0] if isinstance(eos, Sequence) and eos else eos
     return None if pad is None else int(pad)
+
+
+def _temperature(config: GenerationConfig) -> float:
+    """Whether to sample, and how warm drafts are to be; the base's law is made by the prepared processors."""
+    if not config.do_sample:
+        return 0.0
+    return 1.0 if config.temperature is None else float(config.temperature)
 
 
 def _seed(config: GenerationConfig, seed: int | None) -> int | None:

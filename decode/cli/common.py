@@ -16,11 +16,15 @@ from medusa_heads.embedded import DEFAULT_EMBEDDED
 from medusa_heads.errors import UserError
 
 if TYPE_CHECKING:
-    from decode.drafters.medusa import MedusaDrafter
+    from decode.drafters import Drafter
     from decode.engine import Decoder
     from decode.settings import GenerationSettings
     from decode.stats import Stats
     from medusa_heads.base import Base
+
+
+OWN_HEADS = "heads"
+"""Within a drafter's name: the heads of `--heads`, or the embedded ones."""
 
 
 class Dtype(str, Enum):
@@ -45,6 +49,14 @@ BaseOption = Annotated[
 ]
 HeadsOption = Annotated[
     str | None, typer.Option("--heads", metavar="NAME", help="Directory, Hub id or embedded name of trained heads.")
+]
+DrafterOption = Annotated[
+    str | None,
+    typer.Option(
+        "--drafter",
+        metavar="SPEC",
+        help="How to draft: heads (the default), lookup, model:NAME, exit:L, or some of them, as in heads+lookup.",
+    ),
 ]
 PlainOption = Annotated[bool, typer.Option("--plain", help="The same engine without heads.")]
 DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Greedy text is the base's own, exactly, in float32.")]
@@ -72,7 +84,7 @@ class Pair:
     """A base, and a drafter with its heads unless it decodes plainly."""
 
     base: Base
-    drafter: MedusaDrafter | None
+    drafter: Drafter | None
 
     def decoder(self, *, guarded: bool = True) -> Decoder:
         from decode.engine import Decoder
@@ -97,10 +109,36 @@ def choose(base: str | None, heads: str | None, plain: bool) -> tuple[str | None
     raise UserError(f"no heads are named for the base {base}: pass --heads, or --plain to decode without")
 
 
-def load_pair(base: str | None, heads: str | None, *, plain: bool, dtype: Dtype, device: str | None) -> Pair:
-    """Load a base and heads that are checked against it; see `choose`."""
-    base_name, heads_name = choose(base, heads, plain)
-    from decode.drafters.medusa import MedusaDrafter
+def choose_drafter(
+    base: str | None, heads: str | None, plain: bool, drafter: str | None
+) -> tuple[str | None, str | None, str | None]:
+    """Names of the base and the heads to use as in `choose`, and the drafter: None decodes plainly.
+
+    Without `--drafter` the heads draft. A drafter without heads needs none, and has the embedded base by default.
+    """
+    if drafter is None:
+        base, heads = choose(base, heads, plain)
+        return base, heads, None if heads is None else OWN_HEADS
+    if plain:
+        raise UserError(f"--plain drafts nothing, and --drafter {drafter} says how to: leave one out")
+    from decode.drafters.specs import parse_all
+
+    named = [value for kind, value, _ in parse_all(drafter) if kind == "heads"]
+    if heads is not None and OWN_HEADS not in named:
+        raise UserError(f"--drafter {drafter} drafts without the heads of --heads {heads}: leave one out")
+    if OWN_HEADS in named:
+        base, heads = choose(base, heads, False)
+    elif named and base is None:
+        heads = named[0]
+    return (base, heads, drafter) if named else (base or DEFAULT_EMBEDDED, None, drafter)
+
+
+def load_pair(
+    base: str | None, heads: str | None, *, plain: bool, dtype: Dtype, device: str | None, drafter: str | None = None
+) -> Pair:
+    """Load a base and a drafter that is checked against it; see `choose_drafter`."""
+    base_name, heads_name, drafter = choose_drafter(base, heads, plain, drafter)
+    from decode.drafters import load_drafter
     from medusa_heads.base import Base
     from medusa_heads.hub import base_of, heads_directory
 
@@ -114,7 +152,7 @@ def load_pair(base: str | None, heads: str | None, *, plain: bool, dtype: Dtype,
             raise UserError(f"the heads {heads_name} do not name their base: pass --base")
     with notices_on_stderr():
         loaded = Base.load(base_name, dtype=dtype.value, device=device, revision=revision)
-    return Pair(loaded, None if directory is None else MedusaDrafter.from_pretrained(directory, loaded))
+    return Pair(loaded, None if drafter is None else load_drafter(drafter, loaded, heads=directory))
 
 
 def settings(

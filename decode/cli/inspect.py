@@ -38,12 +38,12 @@ def inspect(
 def describe(name: str, base: str | None = None) -> dict[str, Any]:
     """The report on heads. `share_of_base` is a fraction, null where the base's size cannot be found out, and then
     `base_error` says why."""
+    from medusa_heads.families import load_heads
     from medusa_heads.hub import heads_directory
-    from medusa_heads.medusa import MedusaHeads
 
     common.quiet_transformers()
     directory = heads_directory(name)
-    heads = MedusaHeads.from_pretrained(directory)
+    heads = load_heads(directory)
     config = heads.config.to_dict()
     family = config.pop("head_family")
     base_name = base or heads.config.base_model_name_or_path
@@ -69,13 +69,35 @@ def describe(name: str, base: str | None = None) -> dict[str, Any]:
 
 
 def describe_tree(directory: Path) -> dict[str, Any] | None:
-    """The tree that decoding uses, and whatever else its file says; None where heads come without one."""
+    """The tree that heads come with, or the limits of a dynamic one and the topology of drawn ones; None where they
+    come without."""
     if not (directory / "tree.json").is_file():
         return None
-    from decode.drafters.medusa import read_tree
+    from decode.dynamic import DynamicTree, read_choice
 
-    tree = read_tree(directory)
+    choice = read_choice(directory)
+    tree = choice.likeliest
+    if isinstance(tree, DynamicTree):
+        return {"size": tree.nodes, "dynamic": True, **tree.to_dict(), "drawn": choice.drawn.to_dict()}
     return {"size": tree.size, "depth": tree.depth, **tree.to_dict()}
+
+
+def describe_family(config: dict[str, Any], family: str) -> str:
+    """The family and what its config says of its size, for people."""
+    if family == "eagle":
+        layers = ", ".join(map(str, config["layers"]))
+        return f"eagle {config['version']}: one draft layer" + (f" on states entering {layers}" if layers else "")
+    what = "blocks" if family == "medusa" else "layers"
+    prefix = " and prefix attention" if config.get("prefix_attention") else ""
+    return f"{family}: {config['num_heads']} heads of {config['num_layers']} {what}{prefix}"
+
+
+def describe_size(tree: dict[str, Any] | None) -> str:
+    if tree is None:
+        return "none stored"
+    if tree.get("dynamic"):
+        return f"dynamic, at most {tree['size']} nodes, depth {tree['depth']}, width {tree['width']}"
+    return f"{tree['size']} nodes, depth {tree['depth']}"
 
 
 def read_json(path: Path) -> Any:
@@ -126,12 +148,12 @@ def lines(report: dict[str, Any]) -> list[tuple[str, str]]:
     projection = "their own" if config["own_projection"] else "the base's"
     result = [
         ("heads", report["path"]),
-        ("family", f"{report['family']}: {config['num_heads']} heads of {config['num_layers']} blocks"),
+        ("family", describe_family(config, report["family"])),
         ("parameters", f"{report['parameters']:,} ({report['dtype']})"),
         ("share of base", f"{share:.2%}" if share is not None else f"unknown: {report['base_error']}"),
         ("base", str(report["base"])),
         ("projection", f"{projection}, {'all rows' if rows is None else f'{rows} rows'}"),
-        ("tree", "none stored" if tree is None else f"{tree['size']} nodes, depth {tree['depth']}"),
+        ("tree", describe_size(tree)),
     ]
     return result + metric_lines(report["metrics"] or {})
 
