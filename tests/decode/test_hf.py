@@ -23,6 +23,7 @@ from transformers import (
 
 from decode import speculate
 from decode.certify import BLOCK, BlockLaw, chi_square_tail, g_statistic
+from decode.engine import Prefix
 from decode.hf import SpeculativeOutput
 from decode.sampling import SamplingParams
 from decode.tree import Tree
@@ -368,6 +369,75 @@ def test_an_own_seed_leaves_the_global_state_alone(model: Any) -> None:
     assert sample(model, seed=3) == sample(model, seed=3) != sample(model, seed=4)
     model.generate(torch.tensor([PROMPT]), custom_generate=speculate(Oracle([])))
     assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_a_prefix_is_kept_from_turn_to_turn(model: Any) -> None:
+    """With a drafter whose session has state of its own; a streamer in between; and refused in a batch."""
+    options: Options = {"max_new_tokens": 12, "eos_token_id": None, "pad_token_id": PAD}
+    first = model.generate(torch.tensor([PROMPT]), **options)
+    turn = torch.cat((first, torch.tensor([[9, 10, 11]])), dim=1)
+    second = model.generate(turn, **options)
+    loop, prefix = speculate(Oracle(second.tolist(), right=1.0)), Prefix()
+    options |= {"custom_generate": loop, "prefix": prefix}
+    assert torch.equal(model.generate(torch.tensor([PROMPT]), **options), first)
+    output = model.generate(turn, return_dict_in_generate=True, **options)
+    assert torch.equal(output.sequences, second)
+    assert output.stats[0].reused_tokens == first.shape[1] - 1 and accepted(output) >= 6
+    streamed = Collected()
+    model.generate(turn, streamer=streamed, **options)
+    assert streamed.tokens == second[0].tolist() and prefix.ids == second[0, :-1].tolist()
+    with pytest.raises(ConfigError, match="one prompt at a time, not 2"):
+        model.generate(torch.cat((turn, turn)), **options)
+
+
+class Collected:
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def put(self, value: Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None: ...
+
+
+@pytest.mark.parametrize(("temperature", "drawn"), [(None, 1.0), (1.4, 1.4), (0.6, 0.0)])
+def test_drafts_are_as_warm_as_the_text(model: Any, temperature: float | None, drawn: float) -> None:
+    told: list[float] = []
+
+    class Listening(Oracle):
+        def start(self, rows: Any) -> Any:
+            told.extend(row.temperature for row in rows)
+            return super().start(rows)
+
+    options: Options = {} if temperature is None else {"temperature": temperature}
+    loop = speculate(Listening([]))
+    model.generate(torch.tensor([PROMPT]), do_sample=True, max_new_tokens=3, custom_generate=loop, **options)
+    assert told == [drawn]
+
+
+def test_heads_that_draw_have_the_law_of_generate(model: Any) -> None:
+    """At temperature 1.2 with top-k, from a batch: the exact law of the first tokens, by a G-test."""
+    draws = 900
+    base = Base.from_model(tiny_model(), tiny_tokenizer())
+    base.eos_token_ids = ()
+    law = BlockLaw(base, PROMPT, SamplingParams(temperature=1.2, top_k=7), draws)
+    loop = speculate(MedusaHeads.for_base(base, 2), tree=Tree.from_rank_paths([(0,), (1,), (2,), (0, 0), (0, 1)]))
+    output = model.generate(
+        torch.tensor([PROMPT]),
+        do_sample=True,
+        temperature=1.2,
+        top_k=7,
+        max_new_tokens=BLOCK,
+        eos_token_id=None,
+        num_return_sequences=draws,
+        return_dict_in_generate=True,
+        custom_generate=loop,
+        seed=5,
+    )
+    observed = Counter(law.cell(row) for row in output.sequences[:, len(PROMPT) :].tolist())
+    g, freedom = g_statistic([observed[cell] for cell in range(len(law.probabilities))], law.probabilities)
+    assert accepted(output) > draws // 50 and freedom > 10
+    assert chi_square_tail(g, freedom) > 0.001
 
 
 def test_several_sequences_of_a_prompt_differ(model: Any) -> None:
