@@ -87,8 +87,8 @@ class SelfAttention(nn.Module):
         self.v_proj = nn.Linear(input_size, groups * size, bias=shape.attention_bias)
         self.o_proj = nn.Linear(heads * size, hidden_size, bias=shape.output_bias)
         if shape.qk_norm:
-            self.q_norm = nn.RMSNorm(size, shape.norm_eps)
-            self.k_norm = nn.RMSNorm(size, shape.norm_eps)
+            self.q_norm = RMSNorm(size, shape.norm_eps)
+            self.k_norm = RMSNorm(size, shape.norm_eps)
         self.qk_norm = shape.qk_norm
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -100,8 +100,15 @@ class SelfAttention(nn.Module):
         return (self.q_norm(q), self.k_norm(k), v) if self.qk_norm else (q, k, v)
 
 
+class RMSNorm(nn.RMSNorm):
+    """In the dtype of its input: under autocast the weight is of another, which torch's fused kernel does not take."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
 def make_norm(size: int, shape: LayerShape) -> nn.Module:
-    return nn.RMSNorm(size, shape.norm_eps) if shape.norm == "rms" else nn.LayerNorm(size, shape.norm_eps)
+    return RMSNorm(size, shape.norm_eps) if shape.norm == "rms" else nn.LayerNorm(size, shape.norm_eps)
 
 
 class DraftLayer(nn.Module):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from train.batches import count_targets, span_positions
-from train.losses import LossSettings, Rows, chunked_loss
+from train.losses import LossSettings, Rows, acceptance_loss, chunked_loss, feature_loss
 from train.trainer import row_labels, sample_rows
 
 HEADS, HIDDEN, VOCAB = 3, 8, 29
@@ -25,7 +25,9 @@ def example(spans=(7, 2, 9), seed=0):
     }
 
 
-def plain_loss(batch, weight, teacher_weight, temperature, ids=None, own=None, log_weights=None):
+def plain_loss(
+    batch, weight, teacher_weight, temperature, ids=None, own=None, log_weights=None, acceptance=0.0, kind=None
+):
     """The definition, written out: all logits at once, a loop over pairs."""
     rows = weight if ids is None else weight[ids]
     total = 0.0
@@ -39,12 +41,16 @@ def plain_loss(batch, weight, teacher_weight, temperature, ids=None, own=None, l
             extra = 0.0 if log_weights is None else log_weights
             log_p = torch.log_softmax(batch["head_states"][head, j] @ projection.T + extra, -1)
             q = torch.softmax(batch["states"][target] @ rows.T / temperature + extra, -1)
-            total = total - batch["scale"][head] * teacher_weight * (q * log_p).sum()
+            overlap = torch.minimum(log_p.exp(), q).sum()
+            term = -overlap.log() if kind == "log" else 1 - overlap
+            total = total + batch["scale"][head] * acceptance * term
+            total = total - (1 - acceptance) * batch["scale"][head] * teacher_weight * (q * log_p).sum()
             place = token if ids is None else (ids == token).nonzero()
             if ids is None or len(place):
                 place = int(place)
                 copies = 1.0 if log_weights is None else log_weights[place].exp()
-                total = total - batch["scale"][head] * (1 - teacher_weight) * copies * log_p[place]
+                hard = (1 - acceptance) * (1 - teacher_weight)
+                total = total - batch["scale"][head] * hard * copies * log_p[place]
     return total
 
 
@@ -69,6 +75,55 @@ def test_the_chunked_loss_equals_the_plain_one_with_its_gradient(chunk, teacher_
     (wanted,) = torch.autograd.grad(3 * expected, batch["head_states"])
     torch.testing.assert_close(gradient, wanted, rtol=1e-6, atol=1e-6)
     assert figures[:, 2].tolist() == count_targets(batch["remaining"], HEADS) == [15, 12, 10]
+
+
+@pytest.mark.parametrize("kind", ["total_variation", "log"])
+@pytest.mark.parametrize(("acceptance", "teacher_weight"), [(1.0, 0.0), (0.5, 1.0), (0.3, 0.4)])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_losses_on_acceptance_equal_the_plain_ones_with_their_gradient(kind, acceptance, teacher_weight, sampled):
+    batch = example()
+    weight = torch.randn(VOCAB, HIDDEN, dtype=torch.float64)
+    places, log_weights = sample_rows(VOCAB, 9, seed=3, step=1) if sampled else (torch.tensor([5, 3, 20, 0]), None)
+    rows = weight[places]
+    loss, _ = chunked_loss(
+        **batch,
+        project=lambda u: u @ rows.T,
+        teacher=lambda s: s @ rows.T,
+        rows=Rows(row_labels(places, VOCAB), log_weights),
+        settings=LossSettings(teacher_weight, 0.8, 4, acceptance, kind),
+    )
+    doubled = None if log_weights is None else log_weights.double()
+    expected = plain_loss(batch, weight, teacher_weight, 0.8, places, None, doubled, acceptance, kind)
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=1e-6)
+    gradients = [torch.autograd.grad(x, batch["head_states"])[0] for x in (loss, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-6)
+
+
+def test_acceptance_by_hand():
+    p, q = torch.tensor([[[0.5, 0.3, 0.2]]]), torch.tensor([[0.2, 0.3, 0.5]])
+    distance, gradient = acceptance_loss(p, q, "total_variation")
+    assert distance.item() == pytest.approx(0.3)  # 1 − (0.2 + 0.3 + 0.2)
+    # More logit for token 2, which is drafted too rarely, raises p there by p(1 − p) and with it the acceptance.
+    assert gradient[0, 0].tolist() == pytest.approx([0.5 * 0.2, 0.3 * 0.2, -0.2 * 0.8])
+    logarithm, steeper = acceptance_loss(p, q, "log")
+    assert logarithm.exp().item() == pytest.approx(1 / 0.7)
+    torch.testing.assert_close(steeper, gradient / 0.7)
+    same, still = acceptance_loss(p, p[0], "log")
+    assert same.item() == pytest.approx(0.0, abs=1e-6) and not still.any()
+
+
+def test_the_feature_loss_compares_each_step_with_the_state_it_imitates():
+    batch = example()
+    predicted = batch["head_states"]
+    loss = feature_loss(predicted, batch["states"], batch["remaining"], batch["scale"])
+    total = 0.0
+    for head in range(HEADS):
+        for j in range(len(batch["next_ids"])):
+            if batch["remaining"][j] > head:
+                gap = (predicted[head, j] - batch["states"][j + 1 + head]).abs()
+                each = torch.where(gap < 1, gap**2 / 2, gap - 0.5)
+                total = total + batch["scale"][head] * each.mean()
+    torch.testing.assert_close(loss.double(), total, rtol=1e-5, atol=1e-6)
 
 
 def test_projections_of_the_heads_own_get_their_gradient():
