@@ -32,6 +32,7 @@ Ctrl-C stops one answer; what was said so far stays in the conversation."""
 def chat(
     base: common.BaseOption = None,
     heads: common.HeadsOption = None,
+    drafter: common.DrafterOption = None,
     plain: common.PlainOption = False,
     system: Annotated[str | None, typer.Option("--system", help="A system message to start from.")] = None,
     dtype: common.DtypeOption = common.Dtype.auto,
@@ -62,7 +63,8 @@ def chat(
         alpha=typical_alpha,
         plain=plain,
     )
-    decoder = common.load_pair(base, heads, plain=plain, dtype=dtype, device=device).decoder(guarded=not no_guard)
+    pair = common.load_pair(base, heads, plain=plain, dtype=dtype, device=device, drafter=drafter)
+    decoder = pair.decoder(guarded=not no_guard)
     from decode.engine import Prefix
 
     start = [{"role": "system", "content": system}] if system else []

@@ -62,6 +62,7 @@ def compare(
     ] = None,
     base: common.BaseOption = None,
     heads: common.HeadsOption = None,
+    drafter: common.DrafterOption = None,
     dtype: common.DtypeOption = common.Dtype.auto,
     device: common.DeviceOption = None,
     temperature: common.TemperatureOption = 0.0,
@@ -95,7 +96,7 @@ def compare(
         epsilon=typical_epsilon,
         alpha=typical_alpha,
     )
-    pair = common.load_pair(base, heads, plain=False, dtype=dtype, device=device)
+    pair = common.load_pair(base, heads, plain=False, dtype=dtype, device=device, drafter=drafter)
     decoders = replace(pair, drafter=None).decoder(), pair.decoder()
     done = []
     for comparison in compared(*decoders, rows[:limit], settings):
@@ -103,6 +104,7 @@ def compare(
         if not json_report:
             typer.echo(describe(comparison))
     report = totals(done) | {"base": pair.base.name, "dtype": dtype.value, "temperature": temperature}
+    report |= {"drafter": drafter or common.OWN_HEADS}
     report |= {"acceptance": settings.acceptance, "exact": settings.acceptance == "exact"}
     if json_report:
         typer.echo(json.dumps(report | {"rows": [c.as_dict() for c in done]}, ensure_ascii=False))

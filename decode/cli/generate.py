@@ -31,6 +31,7 @@ def generate(
     ] = None,
     base: common.BaseOption = None,
     heads: common.HeadsOption = None,
+    drafter: common.DrafterOption = None,
     plain: common.PlainOption = False,
     dtype: common.DtypeOption = common.Dtype.auto,
     device: common.DeviceOption = None,
@@ -68,7 +69,8 @@ def generate(
         plain=plain,
     )
     check_writable(output_path)
-    decoder = common.load_pair(base, heads, plain=plain, dtype=dtype, device=device).decoder(guarded=not no_guard)
+    pair = common.load_pair(base, heads, plain=plain, dtype=dtype, device=device, drafter=drafter)
+    decoder = pair.decoder(guarded=not no_guard)
     if not as_rows:
         stream_answer(decoder, rows[0], settings)
         return

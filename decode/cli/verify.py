@@ -45,6 +45,7 @@ def verify(
     ] = None,
     base: common.BaseOption = None,
     heads: common.HeadsOption = None,
+    drafter: common.DrafterOption = None,
     dtype: common.DtypeOption = common.Dtype.float32,
     device: common.DeviceOption = None,
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="The first prompts only.")] = None,
@@ -70,7 +71,7 @@ def verify(
         rows = gather(None, prompts, output_path)
     check_writable(output_path)
     params = common.settings(max_new_tokens=1, temperature=temperature, top_k=top_k, top_p=top_p).sampling
-    pair = common.load_pair(base, heads, plain=False, dtype=dtype, device=device)
+    pair = common.load_pair(base, heads, plain=False, dtype=dtype, device=device, drafter=drafter)
     from decode.certify import certify
 
     certificate = certify(
@@ -83,7 +84,9 @@ def verify(
         seed=seed,
         after_check=lambda so_far: typer.echo(last_check(so_far), err=json_report),
     )
-    report = certificate.as_dict() | {"base": pair.base.fingerprint(), "heads": common.choose(base, heads, False)[1]}
+    heads_name = common.choose_drafter(base, heads, False, drafter)[1]
+    report = certificate.as_dict() | {"base": pair.base.fingerprint(), "heads": heads_name}
+    report["drafter"] = drafter or common.OWN_HEADS
     report["options"] = {"prompts": prompts, "limit": limit, "max_new_tokens": max_new_tokens, "seed": seed}
     report["versions"] = versions(pair.base)
     if output_path not in (None, "-"):

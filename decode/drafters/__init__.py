@@ -103,7 +103,7 @@ class Drafter(Protocol):
     def start(self, rows: Sequence[DraftRow]) -> DraftSession: ...
 
 
-def load_drafter(name: str | Path, base: Base, **options: Any) -> Drafter:
+def load_drafter(name: str | Path, base: Base, *, heads: str | Path | None = None, **options: Any) -> Drafter:
     """The drafter that `name` says: one argument swaps one way of drafting for another.
 
     Args:
@@ -115,8 +115,9 @@ def load_drafter(name: str | Path, base: Base, **options: Any) -> Drafter:
             model:NAME   another causal LM as the draft model: a directory, Hub id, `.gguf` file or embedded name
             exit:L       the base's first L layers
 
-            or several of them joined by `+`, which draft into one tree (`heads` is then the base's embedded heads).
-            Each may be followed by settings of its drafter: `model:NAME,width=4,depth=6`, `lookup,nodes=24`.
+            or several of them joined by `+`, which draft into one tree, such as `heads+lookup`. Each may be
+            followed by settings of its drafter: `model:NAME,width=4,depth=6`, `lookup,nodes=24`.
+        heads: what the name `heads` stands for; None: the base's embedded heads.
         options: settings as well, for a name that is not a combination.
 
     Raises:
@@ -125,4 +126,4 @@ def load_drafter(name: str | Path, base: Base, **options: Any) -> Drafter:
     """
     from decode.drafters.specs import load
 
-    return load(name, base, options)
+    return load(name, base, heads, options)

@@ -16,24 +16,34 @@ if TYPE_CHECKING:
     from medusa_heads.base import Base
 
 FAMILIES = {"medusa": "MedusaDrafter", "eagle": "EagleDrafter", "hydra": "HydraDrafter"}
+OWN_HEADS = "heads"
+"""The name of heads that are given apart, or embedded."""
 
 
-def load(name: str | Path, base: Base, options: Mapping[str, Any]) -> Drafter:
+def load(name: str | Path, base: Base, heads: str | Path | None, options: Mapping[str, Any]) -> Drafter:
     """See `decode.drafters.load_drafter`."""
-    if isinstance(name, Path) or Path(name).exists():
-        return _heads(str(name), base, dict(options))
-    parts = [parse(part) for part in name.split("+")]
+    parts = parse_all(name)
     if len(parts) == 1:
         kind, value, own = parts[0]
-        return _one(kind, value, base, {**own, **options})
+        return _one(kind, value, base, heads, {**own, **options})
     if options:
         raise ConfigError(f"{', '.join(sorted(options))}: a combination takes its settings within its name, {name!r}")
     from decode.drafters.combined import CombinedDrafter
 
-    return CombinedDrafter([_one(kind, value, base, own) for kind, value, own in parts], base.device)
+    return CombinedDrafter([_one(kind, value, base, heads, own) for kind, value, own in parts], base.device)
 
 
-def parse(part: str) -> tuple[str, str, dict[str, Any]]:
+Part = tuple[str, str, dict[str, Any]]
+
+
+def parse_all(name: str | Path) -> list[Part]:
+    """The parts of a name; a path that is there is one of heads, whatever it is called."""
+    if isinstance(name, Path) or Path(name).exists():
+        return [("heads", str(name), {})]
+    return [parse(part) for part in name.split("+")]
+
+
+def parse(part: str) -> Part:
     """(kind, value, settings) of one way of drafting; the kind is heads, lookup, model or exit.
 
     >>> parse("exit:4,depth=3")
@@ -67,7 +77,7 @@ def _value(text: str) -> int | float | str:
     return text
 
 
-def _one(kind: str, value: str, base: Base, options: dict[str, Any]) -> Drafter:
+def _one(kind: str, value: str, base: Base, heads: str | Path | None, options: dict[str, Any]) -> Drafter:
     if kind == "lookup":
         from decode.drafters.lookup import LookupDrafter
 
@@ -83,14 +93,14 @@ def _one(kind: str, value: str, base: Base, options: dict[str, Any]) -> Drafter:
         if not value.isdecimal():
             raise ConfigError(f"exit:L names a number of layers, not {value!r}")
         return EarlyExitDrafter(base, int(value), reach=reach_of(options))
-    if value == "heads":
-        if base.name != DEFAULT_EMBEDDED:
-            raise ConfigError(f"there are no embedded heads for the base {base.name!r}: name some in place of 'heads'")
-        value = DEFAULT_EMBEDDED
-    return _heads(value, base, options)
+    if value != OWN_HEADS:
+        return _heads(value, base, options)
+    if heads is None and base.name != DEFAULT_EMBEDDED:
+        raise ConfigError(f"there are no embedded heads for the base {base.name!r}: name some in place of 'heads'")
+    return _heads(heads or DEFAULT_EMBEDDED, base, options)
 
 
-def _heads(name: str, base: Base, options: dict[str, Any]) -> Drafter:
+def _heads(name: str | Path, base: Base, options: dict[str, Any]) -> Drafter:
     """Heads of whichever family their config says."""
     from medusa_heads.hub import heads_directory, is_own, open_heads, read_config
 

@@ -424,3 +424,38 @@ def test_help_comes_without_loading_torch() -> None:
     assert "--max-new-tokens" in done.stdout
     version = run("--version")
     assert (version.exit_code, version.stdout.strip()) == (0, "0.1.0")
+
+
+@pytest.mark.parametrize("drafter", ["lookup", "exit:1", "heads+lookup", "model:BASE,depth=2", "HEADS"])
+def test_any_drafter_gives_the_same_text(base_dir: Path, heads_dir: Path, drafter: str) -> None:
+    drafter = drafter.replace("BASE", str(base_dir)).replace("HEADS", str(heads_dir))
+    named = ("--heads", heads_dir) if drafter.startswith("heads") else ("--base", base_dir)
+    common = ("abc abc abc", "--dtype", "float32", "--max-new-tokens", 12, "--json")
+    plain = json.loads(run("generate", *common, "--base", base_dir, "--plain").stdout)
+    ours = run("generate", *common, *named, "--drafter", drafter, "--no-guard")
+    assert ours.exit_code == 0, ours.stderr
+    assert json.loads(ours.stdout)["token_ids"] == plain["token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--plain", "--drafter", "lookup"), "--plain drafts nothing, and --drafter lookup says how to"),
+        (("--heads", "x", "--drafter", "lookup"), "drafts without the heads of --heads x"),
+        (("--base", "x", "--drafter", "heads+lookup"), "no heads are named for the base x"),
+        (("--drafter", "exit"), "exit needs a value"),
+    ],
+)
+def test_drafters_that_contradict_the_rest_are_refused(arguments: tuple[str, ...], complaint: str) -> None:
+    result = run("generate", "hello", *arguments)
+    assert result.exit_code == 2 and complaint in result.stderr
+
+
+def test_compare_and_verify_take_a_drafter(base_dir: Path, tmp_path: Path) -> None:
+    options = ("--base", base_dir, "--drafter", "lookup", "--limit", 1, "--max-new-tokens", 8)
+    compared = run("compare", *options, "--dtype", "float32", "--json")
+    assert compared.exit_code == 0, compared.stderr
+    assert json.loads(compared.stdout)["drafter"] == "lookup" and json.loads(compared.stdout)["same"] == 1
+    report = run("verify", *options, "--temperature", 0, "--json")
+    assert json.loads(report.stdout.splitlines()[-1])["drafter"] == "lookup"
+    assert json.loads(report.stdout.splitlines()[-1])["heads"] is None
