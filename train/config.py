@@ -111,9 +111,11 @@ class EvaluationConfig:
     rows: int | None = 400
     """At most this many held-out rows; null: all."""
     tree_nodes: int = 16
-    """Node budget of the tree that is saved with the heads, the root included."""
+    """Node budget of the tree that is saved with the heads, the root included. Medusa's is static, the others' grow."""
     tree_width: int = 4
-    """EAGLE: nodes that are read in a step of the dynamic tree that is saved."""
+    """Hydra, EAGLE: nodes that are read in a step of the dynamic tree that is saved."""
+    walked_rows: int = 20
+    """Hydra, EAGLE: rows of each kind through which dynamic trees are drafted, to measure what they gain."""
     depth: int | None = None
     """EAGLE: tokens ahead that are measured; null: as many as were unrolled."""
 

@@ -22,6 +22,8 @@ from train.trainer import HeadsTrainer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from decode.drafters import Drafter
+    from decode.dynamic import DynamicTree
     from medusa_heads.base import Base
     from medusa_heads.eagle import EagleHeads
     from train.config import TrainingConfig
@@ -106,3 +108,8 @@ class EagleTrainer(HeadsTrainer):
         if not self.feature_weight:
             return None
         return self.feature_weight * feature_loss(head_states, batch.states, batch.remaining, scale)
+
+    def drafter(self, tree: DynamicTree) -> Drafter:
+        from decode.drafters.eagle import EagleDrafter
+
+        return EagleDrafter(self.heads, self.base, tree)

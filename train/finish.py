@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from decode.dynamic import DynamicTree
-from decode.tree import Tree
 from train.evaluate import Ranks, best_tree, collect_ranks, path_probabilities, simulate, summarize
 from train.losses import Rows
 from train.progress import peak_bytes
+from train.simulate import walk_rows
 from train.states import StateSource
-from train.trainer import HeadsTrainer
+from train.trainer import HeadsTrainer, MedusaTrainer
 
 if TYPE_CHECKING:
     from train.config import TrainingConfig
@@ -44,11 +45,42 @@ def rank_rows(trainer: HeadsTrainer, source: StateSource, rows: Sequence[int], d
     )
 
 
-def _tree(config: TrainingConfig, static: Tree, depth: int) -> dict[str, Any]:
-    """What `tree.json` says: limits of a dynamic tree for heads that draft depth by depth, else the static tree."""
-    if config.heads.family != "eagle":
-        return {"tree": static.to_dict()}
-    return {"dynamic": DynamicTree(depth, config.evaluation.tree_width, config.evaluation.tree_nodes).to_dict()}
+@dataclass(frozen=True)
+class ChosenTree:
+    """The tree that is saved with the heads, and what it gains on held-out text."""
+
+    saved: dict[str, Any]
+    """As `tree.json` has it."""
+    nodes: int
+    lengths: dict[str, float]
+    """Acceptance length for each kind of rows."""
+    by_nodes: dict[str, dict[str, float]]
+    """The same for dynamic trees of other sizes; empty for a static tree."""
+
+
+def choose_tree(
+    config: TrainingConfig,
+    trainer: HeadsTrainer,
+    source: StateSource,
+    groups: Mapping[str, Sequence[int]],
+    found: Mapping[str, Ranks],
+    basis: str,
+) -> ChosenTree:
+    """Medusa heads: the best static tree by the ranks of `basis`. Others: limits of a dynamic tree."""
+    settings = config.evaluation
+    if isinstance(trainer, MedusaTrainer):
+        tree = best_tree(path_probabilities(found[basis]), settings.tree_nodes)
+        lengths = {name: simulate(ranks, tree) for name, ranks in found.items()}
+        return ChosenTree({"tree": tree.to_dict()}, tree.size, lengths, {})
+    limits = DynamicTree(settings.depth or trainer.depth, settings.tree_width, settings.tree_nodes)
+    budgets = sorted({4, 8, 16, 32, limits.nodes})
+    drafter = trainer.drafter(replace(limits, nodes=budgets[-1]))
+    by_nodes = {
+        name: {str(n): walk_rows(drafter, source, rows[: settings.walked_rows], n).acceptance_length for n in budgets}
+        for name, rows in groups.items()
+    }
+    lengths = {name: walked[str(limits.nodes)] for name, walked in by_nodes.items()}
+    return ChosenTree({"dynamic": limits.to_dict()}, limits.nodes, lengths, by_nodes)
 
 
 def finish(
@@ -76,13 +108,13 @@ def finish(
         groups = evaluation_groups(source, train_rows, config.evaluation.rows)
     found = {name: rank_rows(trainer, source, rows, depth) for name, rows in groups.items()}
     basis = "greedy" if "greedy" in found else "sampled"
-    tree = best_tree(path_probabilities(found[basis]), config.evaluation.tree_nodes)
-    lengths = {name: simulate(ranks, tree) for name, ranks in found.items()}
+    tree = choose_tree(config, trainer, source, groups, found, basis)
     metrics: dict[str, Any] = {
         "evaluation": {name: summarize(ranks) for name, ranks in found.items()},
         "evaluated_on": "held-out rows" if eval_rows else "training rows",
-        "tree_nodes": tree.size,
-        "tree_acceptance_length": lengths,
+        "tree_nodes": tree.nodes,
+        "tree_acceptance_length": tree.lengths,
+        "dynamic_acceptance_length_by_nodes": tree.by_nodes,
         "parameters": heads.num_parameters,
         "share_of_base": heads.num_parameters / base.num_parameters,
         "training": {
@@ -105,11 +137,12 @@ def finish(
         figures = metrics["evaluation"][name]
         top1 = " ".join(f"{row[0]:.3f}" for row in figures["top_accuracy"])
         top5 = " ".join(f"{row[4]:.3f}" for row in figures["top_accuracy"])
-        by_nodes = " ".join(f"{n}: {x:.2f}" for n, x in figures["acceptance_length_by_nodes"].items())
+        gains = tree.by_nodes.get(name) or figures["acceptance_length_by_nodes"]
+        by_nodes = " ".join(f"{n}: {x:.2f}" for n, x in gains.items())
         say(f"{name} ({len(ranks.ranks):,} positions): top-1 {top1}; top-5 {top5}")
         say(f"    acceptance length by nodes {by_nodes}")
     heads.float().load_state_dict(weights)
-    chosen = {**_tree(config, tree, depth), "chosen_for": basis, "acceptance_length": lengths}
+    chosen = {**tree.saved, "chosen_for": basis, "acceptance_length": tree.lengths}
     card = model_card(
         heads.config,
         heads.num_parameters,
@@ -117,7 +150,7 @@ def finish(
         facts={
             "training positions": f"{metrics['training']['distinct_positions']:,}",
             "steps": f"{int(run['steps']):,}",
-            f"acceptance length on held-out text ({basis}, {tree.size} nodes)": f"{lengths[basis]:.2f}",
+            f"acceptance length on held-out text ({basis}, {tree.nodes} nodes)": f"{tree.lengths[basis]:.2f}",
         },
     )
     heads.save_pretrained(

@@ -14,6 +14,8 @@ from train.trainer import HeadsTrainer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from decode.drafters import Drafter
+    from decode.dynamic import DynamicTree
     from medusa_heads.base import Base
     from medusa_heads.hydra import HydraHeads, PrefixAttention
     from train.config import TrainingConfig
@@ -59,3 +61,8 @@ class HydraTrainer(HeadsTrainer):
             assert isinstance(batch, SequenceBatch)
             states = prefixed(self.heads.prefix, batch, batch.features[0].to(dtype))
         return self.heads(states, self.base.embed(tokens_ahead(batch, self.depth)).to(dtype))
+
+    def drafter(self, tree: DynamicTree) -> Drafter:
+        from decode.drafters.hydra import HydraDrafter
+
+        return HydraDrafter(self.heads, self.base, tree)

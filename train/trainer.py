@@ -13,6 +13,8 @@ from train.batches import PackedBatch
 from train.losses import LossSettings, Projection, Rows, chunked_loss
 
 if TYPE_CHECKING:
+    from decode.drafters import Drafter
+    from decode.dynamic import DynamicTree
     from medusa_heads.base import Base
     from medusa_heads.eagle import EagleHeads
     from medusa_heads.hydra import HydraHeads
@@ -107,6 +109,10 @@ class HeadsTrainer(nn.Module, ABC):
             step: number of the training step, for what is random in it; None: nothing is.
             depth: tokens ahead, where the family can choose; default as trained.
         """
+
+    def drafter(self, tree: DynamicTree) -> Drafter:
+        """A drafter with the heads as they are now, for families that grow their trees."""
+        raise TypeError(f"{type(self).__name__} drafts static trees")
 
     def further_loss(self, head_states: Tensor, batch: PackedBatch, scale: Tensor) -> Tensor | None:
         """What a family adds to the loss on tokens."""
