@@ -5,4 +5,4 @@ source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 make_environment dev
 cd "$ROOT"
-exec "$VENV/bin/python" -m pytest "$@"
+exec "$VENV/bin/python" -m pytest --numprocesses auto --dist worksteal "$@"
