@@ -1,6 +1,8 @@
-"""Ways of decoding side by side: this engine plain and with heads, and transformers' own `generate`.
+"""Ways of decoding side by side: this engine plain and with heads, transformers' own `generate`, other programs.
 
     python scripts/benchmark.py --prompts spec_bench.jsonl --output results/cpu-bf16
+    python scripts/peers/setup.py --directory PEERS
+    python scripts/benchmark.py --peers llama.cpp vllm vllm-ngram --peer-directory PEERS --prompts … --output …
 
 All methods answer the same prompts, one prompt after the other and in turn within it, on one clock (wall time of the
 call, reading the prompt included) and one counter (new tokens, the EOS token included), after a warm-up outside. The
@@ -16,12 +18,14 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 METHODS = ("plain", "heads", "generate", "prompt_lookup")
 SLOW = ("generate", "prompt_lookup")
+PEERS = ("llama.cpp", "vllm", "vllm-ngram")
 WARM_UP_TOKENS = 8
 
 
@@ -33,6 +37,9 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--heads", nargs="+", metavar="[LABEL=]NAME", default=["smollm2-135m"])
     parser.add_argument("--tree", type=Path, help="JSON file with parents and ranks; default as in decoding")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--no-guard", action="store_true", help="heads draft also where it does not pay")
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=[], help="other programs, asked the same")
+    parser.add_argument("--peer-directory", type=Path, help="what scripts/peers/setup.py has made")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
     parser.add_argument("--device", help="default: the GPU if there is one")
     parser.add_argument("--threads", type=int, help="of the CPU; default: torch's choice")
@@ -49,9 +56,12 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--report-only", action="store_true", help="figures of what rows.jsonl has, nothing is run")
     parser.add_argument("--no-figures", action="store_true")
     options = parser.parse_args(given)
+    if options.peers and options.peer_directory is None:
+        parser.error("--peers needs --peer-directory, which scripts/peers/setup.py makes")
     if options.check_identity:
         options.methods = ["plain", "heads"]
         options.temperatures = [0.0]
+        options.peers = []
     return options
 
 
@@ -64,7 +74,7 @@ def named_heads(names: Sequence[str]) -> dict[str, str]:
         label, separator, rest = name.partition("=")
         if not separator:
             label, rest = "heads" if len(names) == 1 else Path(name).name, name
-        if label in found or label in METHODS[:1] + SLOW:
+        if label in found or label in METHODS[:1] + SLOW + PEERS:
             raise ConfigError(f"the label {label!r} is taken; name heads as LABEL=NAME")
         found[label] = rest
     return found
@@ -105,6 +115,9 @@ def configuration(options: argparse.Namespace, heads: dict[str, str]) -> dict[st
         "seed": options.seed,
         "batch_size": 1,
         "check_identity": options.check_identity,
+        # Named where they are used, so that runs from before they were there can be continued.
+        **({"peers": options.peers} if options.peers else {}),
+        **({"guard": False} if options.no_guard else {}),
     }
 
 
@@ -126,6 +139,7 @@ def build_methods(
     from decode.benchmark.methods import engine_method, generate_method
     from decode.drafters.medusa import MedusaDrafter
     from decode.engine import Decoder
+    from decode.guard import DEFAULT_GUARD
     from decode.tree import Tree
     from medusa_heads.attention import FOLDED
     from medusa_heads.base import Base
@@ -137,9 +151,10 @@ def build_methods(
         methods["plain"] = engine_method(Decoder(base))
     if "heads" in options.methods:
         tree = None if options.tree is None else Tree.from_dict(json.loads(options.tree.read_text()))
+        guard = None if options.no_guard else DEFAULT_GUARD
         for label, name in heads.items():
             drafter = MedusaDrafter.from_pretrained(name, base, tree=tree)
-            methods[label], trees[label] = engine_method(Decoder(base, drafter)), drafter.tree.to_dict()
+            methods[label], trees[label] = engine_method(Decoder(base, drafter, guard=guard)), drafter.tree.to_dict()
     untouched = None
     if options.check_identity or set(SLOW) & set(options.methods):
         untouched = Base.load(options.base, dtype=options.dtype, device=options.device, prepack=False)
@@ -152,7 +167,27 @@ def build_methods(
     return base, untouched, methods, trees
 
 
-def measure(options: argparse.Namespace, log: Any, heads: dict[str, str], prompts: list[Any], slow: set[str]) -> None:
+def start_peers(options: argparse.Namespace, base: Any, running: ExitStack) -> dict[str, Any]:
+    """The other programs, loaded and waiting; they end with `running`."""
+    import torch
+
+    from decode.benchmark.peers import Peer, peer_command
+
+    threads, dtype = torch.get_num_threads(), options.dtype
+    commands = {
+        name: peer_command(name, options.peer_directory, options.base, threads, dtype) for name in options.peers
+    }
+    return {name: running.enter_context(Peer(name, command, base.eos_token_ids)) for name, command in commands.items()}
+
+
+def measure(
+    options: argparse.Namespace,
+    log: Any,
+    heads: dict[str, str],
+    prompts: list[Any],
+    slow: set[str],
+    running: ExitStack,
+) -> None:
     """Asks what has not been asked yet, and writes each answer down."""
     import torch
 
@@ -166,6 +201,8 @@ def measure(options: argparse.Namespace, log: Any, heads: dict[str, str], prompt
         torch.set_num_threads(options.threads)
     done = {(row["kind"], row["id"], row.get("method"), row.get("temperature")) for row in log.rows}
     base, untouched, methods, trees = build_methods(options, heads)
+    peers = start_peers(options, base, running)
+    methods |= peers
     labels = list(methods)
     if log.sessions and log.sessions[0]["trees"] != trees:
         raise ConfigError("the heads' trees are not those that the run began with (tuned since?): give --tree")
@@ -174,6 +211,8 @@ def measure(options: argparse.Namespace, log: Any, heads: dict[str, str], prompt
         "versions": versions(),
     }
     session |= {"machine": describe_machine(base.device), "load_average": load_average(), "trees": trees}
+    if peers:
+        session["peers"] = {name: peer.versions for name, peer in peers.items()}
     log.add_session(session)
 
     def ask(label: str, prompt: Any, temperature: float, count: int) -> tuple[Any, float]:
@@ -245,7 +284,8 @@ def report(options: argparse.Namespace, log: Any, prompts: list[Any], slow: set[
     from decode.benchmark.summary import markdown, summarize
     from decode.measure import Costs
 
-    labels = [*log.config["heads"], *(method for method in log.config["methods"] if method != "heads")]
+    own = [method for method in log.config["methods"] if method != "heads"]
+    labels = [*log.config["heads"], *own, *log.config.get("peers", ())]
     expected = sum(len(slow if label in SLOW else prompts) for label in labels) * len(options.temperatures)
     found = sum(row["kind"] == "answer" for row in log.rows)
     costs = None if options.costs is None else json.loads(options.costs.read_text())
@@ -277,7 +317,8 @@ def main(given: Sequence[str] | None = None) -> int:
         prompts, slow = chosen_prompts(options)
         log = Log(options.output / "rows.jsonl", configuration(options, heads))
         if not options.report_only:
-            measure(options, log, heads, prompts, slow)
+            with ExitStack() as running:
+                measure(options, log, heads, prompts, slow, running)
         result = report(options, log, prompts, slow)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -26,8 +26,8 @@ class Answer:
     """New tokens, the EOS token that ended them included, and how they came."""
 
     token_ids: list[int]
-    forwards: int
-    """Forward passes of the base, the prompt's among them."""
+    forwards: int | None
+    """Forward passes of the base, the prompt's among them; None where a method does not say."""
     histogram: list[int] = field(default_factory=list)
     """[n] = rounds that kept n drafted tokens; empty where a method does not say."""
     stages: dict[str, float] = field(default_factory=dict)

@@ -48,14 +48,15 @@ def summarize(rows: Sequence[Row]) -> dict[str, Any]:
 def totals(rows: Sequence[Row]) -> dict[str, Any]:
     """Speed is all tokens ÷ all seconds; acceptance length all tokens ÷ all forward passes of the base."""
     tokens, seconds = sum(row["new_tokens"] for row in rows), sum(row["seconds"] for row in rows)
-    forwards = sum(row["forwards"] for row in rows)
+    said = all(row["forwards"] is not None for row in rows)
+    forwards = sum(row["forwards"] for row in rows) if said else None
     return {
         "prompts": len(rows),
         "new_tokens": tokens,
         "seconds": seconds,
         "tokens_per_second": tokens / seconds,
         "forwards": forwards,
-        "acceptance_length": tokens / forwards,
+        "acceptance_length": None if forwards is None else tokens / forwards,
     }
 
 
@@ -63,9 +64,11 @@ def figures(rows: Sequence[Row]) -> dict[str, Any]:
     """Figures of one method: totals, quartiles over prompts, acceptance histogram, by category."""
     categories = sorted({row["category"] for row in rows})
     return {
-        **totals(rows),
+        **(found := totals(rows)),
         "tokens_per_second_quartiles": spread([row["new_tokens"] / row["seconds"] for row in rows]),
-        "acceptance_length_quartiles": spread([row["new_tokens"] / row["forwards"] for row in rows]),
+        "acceptance_length_quartiles": None
+        if found["forwards"] is None
+        else spread([row["new_tokens"] / row["forwards"] for row in rows]),
         "acceptance_histogram": add_up([row["histogram"] for row in rows]),
         "overhead_share": overhead_share(rows),
         "categories": {name: totals([row for row in rows if row["category"] == name]) for name in categories},
@@ -168,10 +171,15 @@ def _method_table(methods: Mapping[str, Any], comparisons: Mapping[str, Any]) ->
             f"{found['tokens_per_second']:.1f}",
             f"{low:.1f} / {middle:.1f} / {high:.1f}",
         ]
-        cells.append(f"{found['acceptance_length']:.2f}")
+        cells.append(_length(found))
         cells += [_against(compared.get(name)) for compared in comparisons.values()]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
+
+
+def _length(found: Mapping[str, Any]) -> str:
+    length = found["acceptance_length"]
+    return "–" if length is None else f"{length:.2f}"
 
 
 def _against(found: Mapping[str, Any] | None) -> str:
@@ -195,7 +203,7 @@ def _category_table(methods: Mapping[str, Any], comparisons: Mapping[str, Any]) 
         for name in names:
             own = methods[name]["categories"].get(category)
             speedup = comparisons["plain"][name]["categories"].get(category)
-            cells += ["–" if own is None else f"{own['acceptance_length']:.2f}"]
+            cells += ["–" if own is None else _length(own)]
             cells += ["–" if speedup is None else f"{speedup:.2f}"]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
