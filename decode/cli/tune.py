@@ -14,7 +14,7 @@ from medusa_heads.errors import HeadsError, UserError
 
 if TYPE_CHECKING:
     from decode.calibration import Text
-    from decode.drafters.medusa import MedusaDrafter
+    from decode.drafters import Drafter
     from decode.measure import Costs
     from decode.settings import GenerationSettings
     from decode.tree import Tree
@@ -45,6 +45,9 @@ def tune(
     gives most tokens a second, and keep it for this machine: generate, chat and compare then use it. The prediction is
     checked by decoding prompts that had no part in the choice."""
     from decode.calibration import CALIBRATION, HELD_OUT, read_answers, tokens_per_round
+    from decode.cli.tune_dynamic import tune_dynamic
+    from decode.drafters.eagle import EagleDrafter
+    from decode.drafters.hydra import HydraDrafter
     from decode.drafters.medusa import MedusaDrafter
     from decode.machine import load_average, versions
     from decode.measure import CONTEXTS, SIZES, measure_costs
@@ -54,10 +57,18 @@ def tune(
     from medusa_heads.hub import heads_directory
     from medusa_heads.medusa import MedusaHeads
 
-    loaded = common.load_pair(base, heads, plain=False, dtype=dtype, device=device).base
-    directory = heads_directory(common.choose(base, heads, False)[1] or "")
-    trained = MedusaHeads.from_pretrained(directory, base=loaded)
+    pair = common.load_pair(base, heads, plain=False, dtype=dtype, device=device)
+    loaded, directory = pair.base, heads_directory(common.choose(base, heads, False)[1] or "")
     settings = common.settings(max_new_tokens=NEW_TOKENS, temperature=1.0 if sampled else 0.0, seed=0)
+    if isinstance(pair.drafter, EagleDrafter | HydraDrafter):
+        if contexts or picture is not None:
+            raise UserError("--context and --picture are for static trees; these heads grow theirs while decoding")
+        report, table = tune_dynamic(
+            loaded, pair.drafter, directory, settings, max_nodes=max_nodes, repeats=repeats, dry_run=dry_run
+        )
+        typer.echo(json.dumps(report) if json_report else "\n".join(table))
+        return
+    trained = MedusaHeads.from_pretrained(directory, base=loaded)
     deepest = MedusaDrafter(trained, loaded, Tree.chain(trained.config.num_heads + 1))
     texts, held_out = (
         read_answers(loaded, deepest, prompts, new_tokens=NEW_TOKENS, temperature=settings.sampling.temperature)
@@ -70,7 +81,7 @@ def tune(
     options = revalued(options_from_paths(paths, rounds), lambda tree: tokens_per_round(tree, texts))
     best = best_option(options)
     drafter = MedusaDrafter(trained, loaded, best.tree)
-    report: dict[str, Any] = {
+    report = {
         "tree": best.tree.to_dict(),
         "nodes": best.tree.size,
         "depth": best.tree.depth,
@@ -161,7 +172,7 @@ def prediction(best: Option, options: Sequence[Option]) -> dict[str, float]:
 
 
 def check(
-    base: Base, drafter: MedusaDrafter, prompts: Sequence[Sequence[int]], settings: GenerationSettings
+    base: Base, drafter: Drafter, prompts: Sequence[Sequence[int]], settings: GenerationSettings
 ) -> dict[str, float]:
     """The same figures by decoding prompts plainly and with the tree, in turn; reading the prompt not counted."""
     from decode.engine import Decoder

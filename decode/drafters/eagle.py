@@ -20,7 +20,7 @@ from torch import Tensor
 from decode.cache import TreeCache
 from decode.drafters import Draft, DraftRow
 from decode.drafters.gather import join_states, kept_states, take
-from decode.drafters.growth import grow, start_growths
+from decode.drafters.growth import Growth, grow, start_growths
 from decode.drafters.projection import draft_projection
 from decode.dynamic import DynamicTree, TreeChoice, load_choice
 from decode.tree import Tree
@@ -117,6 +117,8 @@ class EagleSession:
         self.cache = TreeCache(1, len(rows))
         self.features: Tensor | None = None
         """(B, capacity, h)."""
+        self.steps = 0
+        """Of the last draft."""
 
     def observe(self, output: BaseOutput, tokens: Tensor, paths: Sequence[Sequence[int]]) -> None:
         ids = tokens.tolist()
@@ -125,7 +127,6 @@ class EagleSession:
                 seen.tokens += [ids[row][node] for node in path]
                 seen.fresh.append(kept_states(output, row, path))
 
-    @torch.no_grad()
     def draft(self, roots: Sequence[int], nodes: int | None = None) -> Draft:
         if not all(seen.tokens for seen in self.seen):
             raise RuntimeError("a draft was asked for before the base has seen a token")
@@ -141,8 +142,24 @@ class EagleSession:
             ids=drafter.cpu_ids,
             vocab_size=drafter.vocab_size,
         )
+        return self.grow(growths)
+
+    @torch.no_grad()
+    def grow(self, growths: Sequence[Growth]) -> Draft:
+        """Grows a tree for each row behind what the base has seen of it."""
+        step = _Round(self)
         try:
-            return grow(_Round(self), growths, drafter.draft_ids, drafter.base.device)
+            return grow(step, growths, self.drafter.draft_ids, self.drafter.base.device)
+        finally:
+            self.steps = step.count
+            self.cache.release()
+
+    @torch.no_grad()
+    def lead(self, tokens: Sequence[int]) -> Tensor:
+        """Logits (n, R) along a given path of the only row: behind its root, `tokens[0]`, and each further token."""
+        step = _Round(self)
+        try:
+            return torch.stack([step([[0]] if i else None, [[token]])[0, 0] for i, token in enumerate(tokens)])
         finally:
             self.cache.release()
 
@@ -223,7 +240,8 @@ class _Round:
 
     def __init__(self, session: EagleSession):
         self.session = session
-        self.depth = 0
+        self.count = 0
+        """Steps taken."""
         self.outputs: Tensor
         """(B, M, h) of the last step."""
         self.ancestors: Tensor
@@ -233,6 +251,7 @@ class _Round:
         """See `decode.drafters.growth.Step`."""
         drafter, cache = self.session.drafter, self.session.cache
         device = drafter.base.device
+        self.count += 1
         if parents is None:
             self.outputs = self.session.read([row[0] for row in tokens])
             self.ancestors = torch.zeros(len(tokens), 1, 0, dtype=torch.bool, device=device)
@@ -241,7 +260,7 @@ class _Round:
         width = above.shape[1]
         own = torch.eye(width, dtype=torch.bool, device=device).expand(len(tokens), width, width)
         self.ancestors = torch.cat((take(self.ancestors, above), own), dim=-1)
-        positions = cache.positions(torch.full((width,), self.depth, device=device))
+        positions = cache.positions(torch.full((width,), self.count - 2, device=device))
         self.outputs = drafter.heads(
             drafter.base.embed(torch.tensor(tokens, device=device)),
             take(self.outputs, above),
@@ -250,5 +269,4 @@ class _Round:
             cache,
         )
         cache.hold(width)
-        self.depth += 1
         return drafter.logits(self.outputs)

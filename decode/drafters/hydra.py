@@ -19,7 +19,7 @@ from torch import Tensor
 from decode.cache import TreeCache
 from decode.drafters import Draft, DraftRow
 from decode.drafters.gather import join_states, kept_states, take
-from decode.drafters.growth import grow, start_growths
+from decode.drafters.growth import Growth, grow, start_growths
 from decode.drafters.projection import draft_projection
 from decode.dynamic import DynamicTree, TreeChoice, load_choice
 from decode.tree import Tree
@@ -117,6 +117,8 @@ class HydraSession:
         self.cache = TreeCache(1, len(rows))
         self.state: Tensor | None = None
         """(B, 1, h), of the last token seen, as the heads read it."""
+        self.steps = 0
+        """Of the last draft."""
 
     def observe(self, output: BaseOutput, tokens: Tensor, paths: Sequence[Sequence[int]]) -> None:
         for row, (seen, path) in enumerate(zip(self.seen, paths, strict=True)):
@@ -127,7 +129,6 @@ class HydraSession:
                 else:
                     seen.fresh.append(kept_states(output, row, path))
 
-    @torch.no_grad()
     def draft(self, roots: Sequence[int], nodes: int | None = None) -> Draft:
         if not all(seen.length for seen in self.seen):
             raise RuntimeError("a draft was asked for before the base has seen a token")
@@ -145,7 +146,21 @@ class HydraSession:
             ids=drafter.cpu_ids,
             vocab_size=drafter.vocab_size,
         )
-        return grow(_Round(self), growths, drafter.draft_ids, drafter.base.device)
+        return self.grow(growths)
+
+    @torch.no_grad()
+    def grow(self, growths: Sequence[Growth]) -> Draft:
+        """Grows a tree for each row behind what the base has seen of it."""
+        step = _Round(self)
+        draft = grow(step, growths, self.drafter.draft_ids, self.drafter.base.device)
+        self.steps = step.count
+        return draft
+
+    @torch.no_grad()
+    def lead(self, tokens: Sequence[int]) -> Tensor:
+        """Logits (n, R) along a given path of the only row: behind its root, `tokens[0]`, and each further token."""
+        step = _Round(self)
+        return torch.stack([step([[0]] if i else None, [[token]])[0, 0] for i, token in enumerate(tokens)])
 
     def keep_rows(self, rows: Sequence[int]) -> None:
         self.seen = [self.seen[row] for row in rows]
@@ -209,9 +224,10 @@ class _Round:
 
     def __init__(self, session: HydraSession):
         self.session = session
-        self.depth = 0
+        self.count = 0
+        """Steps taken."""
         self.behind: Tensor
-        """(B, M, (depth + 1)·h), embeddings of the path of each node of the last step, the root's first."""
+        """(B, M, count·h), embeddings of the path of each node of the last step, the root's first."""
 
     def __call__(self, parents: list[list[int]] | None, tokens: list[list[int]]) -> Tensor:
         """See `decode.drafters.growth.Step`."""
@@ -223,7 +239,7 @@ class _Round:
             self.behind = embeddings
             self.states = self.session.read()
         else:
-            self.depth += 1
             self.behind = torch.cat((take(self.behind, torch.tensor(parents, device=device)), embeddings), dim=-1)
+        self.count += 1
         width = self.behind.shape[1]
-        return drafter.logits(self.depth, self.states.expand(-1, width, -1), self.behind)
+        return drafter.logits(self.count - 1, self.states.expand(-1, width, -1), self.behind)
