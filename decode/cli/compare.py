@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,10 +13,13 @@ import typer
 from decode.cli import common
 from decode.cli.generate import gather, history
 from decode.cli.rows import Row
+from medusa_heads.embedded import DEFAULT_EMBEDDED
 from medusa_heads.errors import UserError
 
 if TYPE_CHECKING:
+    from decode.benchmark.prompts import Prompt
     from decode.engine import Decoder
+    from decode.paradigms import Plan
     from decode.settings import GenerationResult, GenerationSettings
 
 PROMPTS = (
@@ -74,6 +78,16 @@ def compare(
     max_new_tokens: common.MaxNewTokensOption = 128,
     seed: common.SeedOption = None,
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="The first rows only.")] = None,
+    compare_all: Annotated[
+        bool, typer.Option("--all", help="Every way of drafting that the base has, or those of --way, in one table.")
+    ] = False,
+    way: Annotated[
+        list[str] | None, typer.Option("--way", metavar="SPEC", help="With --all: as for --drafter; may be repeated.")
+    ] = None,
+    output_path: Annotated[
+        str | None,
+        typer.Option("--output", metavar="DIR", help="With --all: tables, JSON and a picture; a cut run is continued."),
+    ] = None,
     json_report: common.JsonOption = False,
     debug: common.DebugOption = False,
 ) -> None:
@@ -81,7 +95,23 @@ def compare(
 
     Both ways use one engine, one loaded base and one clock, take turns in going first, and are warmed up before the
     clock runs. A later turn of a row sees the plain answers before it, in both ways.
+
+    With --all, each way of drafting against plain decoding on the first turn of each row: what it adds, what its drafts
+    cost and how many are kept, tokens/s, and the speed-up that the formula predicts.
     """
+    if compare_all:
+        if drafter is not None or acceptance is not common.Acceptance.exact or (top_k, top_p) != (0, 1.0):
+            raise UserError("--all compares exact ways over the whole law: leave --drafter, --acceptance, --top-… out")
+        from decode.paradigms import Plan
+        from decode.paradigms_report import text
+
+        asked = own_prompts(prompt) if input_path is None else read_input(input_path)
+        plan = Plan(asked[:limit], (temperature,), max_new_tokens, seed or 0)
+        result = compare_ways(base, heads, way, plan, dtype, device, output_path)
+        typer.echo(json.dumps(result, ensure_ascii=False) if json_report else text(result))
+        return
+    if way is not None or output_path is not None:
+        raise UserError("--way and --output go with --all")
     if prompt is None and input_path is None:
         rows = [Row.of_prompt(number, text) for number, text in enumerate(PROMPTS)]
     else:
@@ -110,6 +140,46 @@ def compare(
         typer.echo(json.dumps(report | {"rows": [c.as_dict() for c in done]}, ensure_ascii=False))
     else:
         typer.echo(conclusion(report))
+
+
+def own_prompts(prompt: str | None) -> list[Prompt]:
+    from decode.benchmark.prompts import Prompt
+
+    texts = PROMPTS if prompt is None else (prompt,)
+    return [Prompt(str(number), "own", text) for number, text in enumerate(texts)]
+
+
+def read_input(path: str) -> list[Prompt]:
+    from decode.benchmark.prompts import read_prompts
+
+    return read_prompts(Path(path))
+
+
+def compare_ways(
+    base: str | None,
+    heads: str | None,
+    ways: list[str] | None,
+    plan: Plan,
+    dtype: common.Dtype,
+    device: str | None,
+    output: str | None,
+) -> dict[str, Any]:
+    """Every way of drafting on the same prompts; see `decode.paradigms`."""
+    from decode.paradigms import default_specs, load_paradigms
+    from decode.paradigms_matrix import matrix
+
+    without = heads is None and base not in (None, DEFAULT_EMBEDDED)
+    named = common.choose(base, heads, without)[1]
+    loaded = common.load_pair(base, heads, plain=without, dtype=dtype, device=device).base
+    paradigms = load_paradigms(loaded, ways or default_specs(loaded, named is not None), named)
+    return matrix(
+        loaded,
+        paradigms,
+        plan,
+        config={"base": loaded.name, "heads": named, "ways": [p.label for p in paradigms], "dtype": dtype.value},
+        directory=None if output is None else Path(output),
+        progress=lambda line: typer.echo(line, err=True),
+    )
 
 
 def compared(plain: Decoder, heads: Decoder, rows: list[Row], settings: GenerationSettings) -> Iterator[Comparison]:

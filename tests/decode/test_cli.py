@@ -459,3 +459,18 @@ def test_compare_and_verify_take_a_drafter(base_dir: Path, tmp_path: Path) -> No
     report = run("verify", *options, "--temperature", 0, "--json")
     assert json.loads(report.stdout.splitlines()[-1])["drafter"] == "lookup"
     assert json.loads(report.stdout.splitlines()[-1])["heads"] is None
+
+
+def test_compare_all_tells_every_way_in_one_table(base_dir: Path, heads_dir: Path, tmp_path: Path) -> None:
+    prompts = write_rows(tmp_path / "p.jsonl", [{"question_id": 1, "category": "qa", "turns": ["abab abab"]}])
+    options = ("compare", "--all", "--dtype", "float32", "--max-new-tokens", 6, "--input", prompts)
+    shown = run(*options, "--heads", heads_dir, "--output", tmp_path / "run")
+    assert shown.exit_code == 0, shown.stderr
+    assert all(way in shown.stdout for way in ("plain", "heads", "lookup", "exit:1", "heads+lookup"))
+    assert (tmp_path / "run" / "result.json").is_file() and (tmp_path / "run" / "result.png").is_file()
+    alone = run(*options, "--base", base_dir, "--way", "lookup", "--json")
+    ways = json.loads(alone.stdout)["temperatures"]["0.0"]
+    assert list(ways) == ["plain", "lookup"] and ways["lookup"]["against_plain"]["same_text"] == 1
+    refused = run(*options, "--heads", heads_dir, "--drafter", "lookup")
+    assert refused.exit_code == 2 and "--all compares exact ways" in refused.stderr
+    assert "go with --all" in run("compare", "--heads", heads_dir, "--way", "lookup").stderr
