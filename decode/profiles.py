@@ -19,7 +19,7 @@ from decode.machine import describe_machine
 from decode.tree import Tree
 from medusa_heads.embedded import cache_dir
 from medusa_heads.errors import ConfigError, HeadsError
-from medusa_heads.hub import WEIGHTS
+from medusa_heads.hub import weights_file
 
 if TYPE_CHECKING:
     from medusa_heads.base import Base
@@ -30,9 +30,9 @@ MACHINE_KEYS = ("processor", "cores", "threads", "system", "device")
 def profile_key(directory: Path, base: Base) -> dict[str, Any]:
     """What a profile belongs to: the machine (threads in use included), the heads' weights, the base and its dtype."""
     machine = describe_machine(base.device)
-    weights = directory / WEIGHTS
+    weights = weights_file(directory)
     if not weights.is_file():
-        raise HeadsError(f"{directory} has no {WEIGHTS}")
+        raise HeadsError(f"{directory} has no {weights.name}")
     return {
         **{name: machine[name] for name in MACHINE_KEYS},
         "heads": hashlib.sha256(weights.read_bytes()).hexdigest(),

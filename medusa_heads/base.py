@@ -21,7 +21,7 @@ from medusa_heads.attention import FOLDED, fold_mask
 from medusa_heads.chat import Message, render_chat
 from medusa_heads.errors import ConfigError, UnsupportedModelError
 from medusa_heads.norms import fuse_norms
-from medusa_heads.prepack import can_prepack, pack_linears, pack_siblings
+from medusa_heads.prepack import can_prepack, is_plain, pack_linears, pack_siblings
 
 ATTENTION_KINDS = ("full_attention", "sliding_attention")
 
@@ -59,11 +59,10 @@ class Base:
         self.num_parameters = sum(p.numel() for p in model.parameters())
         self.hidden_size = int(self.config.hidden_size)
         self.num_layers = int(self.config.num_hidden_layers)
-        weight: Any = self._projection.weight
-        self.vocab_size = int(weight.shape[0])
-        if weight.shape[1] != self.hidden_size:
+        self.vocab_size, features = _shape(self._projection)
+        if features != self.hidden_size:
             raise UnsupportedModelError(
-                f"{type(model).__name__} projects from {weight.shape[1]} features, not from its hidden size "
+                f"{type(model).__name__} projects from {features} features, not from its hidden size "
                 f"{self.hidden_size}: heads on hidden states cannot use its projection"
             )
 
@@ -98,11 +97,13 @@ class Base:
     @property
     def device(self) -> torch.device:
         """Where hidden states come out: the device of the vocabulary projection."""
-        return self.projection_weight.device
+        weight: Any = self._projection.weight
+        return weight.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.projection_weight.dtype
+        weight: Any = self._projection.weight
+        return weight.dtype if is_plain(weight) else self.model.dtype
 
     @property
     def max_positions(self) -> int | None:
@@ -122,9 +123,15 @@ class Base:
 
     @cached_property
     def projection_weight(self) -> Tensor:
-        """(V, h), rows of the vocabulary projection as the checkpoint has them."""
+        """(V, h), rows of the vocabulary projection as the checkpoint has them; of a quantised one, what its layer makes
+        of each unit vector: its rows unpacked, up to what it rounds in its input."""
         weight: Any = self._projection.weight
-        return weight.detach()
+        if is_plain(weight):
+            return weight.detach()
+        with torch.no_grad():
+            columns = self._projection(torch.eye(self.hidden_size, dtype=self.dtype, device=self.device))
+        bias = self.projection_bias
+        return (columns if bias is None else columns - bias).T.contiguous()
 
     @property
     def projection_bias(self) -> Tensor | None:
@@ -300,6 +307,13 @@ class Base:
             "tokenizer_hash": self.tokenizer_hash,
             "weights_hash": self.weights_hash,
         }
+
+
+def _shape(linear: Any) -> tuple[int, int]:
+    """(rows, columns) of a linear layer's matrix, whatever its weight is packed into."""
+    if is_plain(linear.weight):
+        return int(linear.weight.shape[0]), int(linear.weight.shape[1])
+    return int(linear.out_features), int(linear.in_features)
 
 
 def _layer_kinds(config: Any) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from medusa_heads.config import OWN_TYPE, HeadsConfig, config_from_dict
 from medusa_heads.errors import ConfigError, HeadsError
 from medusa_heads.fetching import EXTRAS, WEIGHTS, heads_directory, one_line
-from medusa_heads.formats import base_of_foreign, is_own, read_foreign
+from medusa_heads.formats import base_of_foreign, foreign_facts, is_own, read_foreign
 from medusa_heads.formats.checkpoint import CONFIG, read_json
 from medusa_heads.formats.reading import Reading
 from medusa_heads.placing import placed
@@ -75,6 +75,16 @@ def base_of(directory: Path) -> tuple[str | None, str | None]:
         return base_of_foreign(directory), None
     config = read_config(directory)
     return config.base_model_name_or_path, config.base_revision
+
+
+def family_of(directory: Path) -> str:
+    """The family of heads that a directory holds, in this project's layout or another's; no weights are read for it."""
+    return read_config(directory).family if is_own(directory) else foreign_facts(directory)[0]
+
+
+def weights_file(directory: Path) -> Path:
+    """The file that heads are told from others by: the weights, or the index of them."""
+    return directory / WEIGHTS if is_own(directory) else foreign_facts(directory)[1]
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:

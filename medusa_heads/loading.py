@@ -48,8 +48,9 @@ def load(
         name: an embedded name (`smollm2-135m`), a local directory, a Hub id, or the path of a `.gguf` file.
         dtype: `auto`, `float32`, `bfloat16` or `float16`.
         device: where to put it; default the GPU if there is one. Not together with `device_map`.
-        quantization_config: passed to transformers (bitsandbytes, torchao, …).
-        prepack: pack the linear layers for the CPU at load, which about halves each decoding step there.
+        quantization_config: passed to transformers (bitsandbytes, torchao, …; see docs/generate.md).
+        prepack: pack the linear layers for the CPU at load, which about halves each decoding step there. Quantised
+            layers stay as they are.
 
     Raises:
         BaseLoadError: not found, unreadable.
@@ -74,15 +75,16 @@ def load(
             options["dtype"] = torch.bfloat16
     if quantization_config is not None:
         options["quantization_config"] = quantization_config
+        device_map = {"": target} if device_map is None else device_map
     if device_map is not None:
         options["device_map"] = device_map
     model, tokenizer = _from_pretrained(name, source, where, options)
-    if device_map is None and quantization_config is None:
+    if device_map is None and model.device.type != target.type:  # a quantised checkpoint is where it was put
         model = model.to(target)
     from_hub = "gguf_file" not in where and not Path(source).is_dir()
     base = Base(model, tokenizer, name, _commit(source, revision) if from_hub else revision)
     _choose_attention(base)
-    if prepack and quantization_config is None:
+    if prepack:
         base.prepack()
     _check_causal(base)
     return base

@@ -97,15 +97,24 @@ def can_prepack(device: torch.device, dtype: torch.dtype) -> bool:
     return dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
+def is_plain(weight: object) -> bool:
+    """Whether a weight is numbers as they are. Quantised ones are of a class of their own, in layers of one, or (torchao)
+    in an `nn.Linear`."""
+    return type(weight) in (nn.Parameter, Tensor)
+
+
 def pack_linears(model: nn.Module, keep: nn.Module | None) -> int:
     """Replaces every plain linear layer of `model` by its packed form, in place. Returns how many were replaced.
 
-    Only exact `nn.Linear` and `Conv1D` modules are taken: a subclass (quantised, adapted) has a forward of its own.
+    Only exact `nn.Linear` and `Conv1D` modules are taken: a subclass (quantised, adapted) has a forward of its own. And
+    only plain weights (`is_plain`).
     `keep` is the module whose weight stays readable, the vocabulary projection.
     """
     replaced = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
+            if type(child) in (nn.Linear, Conv1D) and not is_plain(child.weight):
+                continue
             if type(child) is nn.Linear:
                 weight = child.weight
             elif type(child) is Conv1D:
@@ -148,7 +157,7 @@ def _sharing_input(model: nn.Module, run: Callable[[], object]) -> list[tuple[nn
     places: dict[nn.Linear, list[tuple[nn.Module, str]]] = {}
     for parent in model.modules():
         for name, child in parent.named_children():
-            if type(child) is nn.Linear:
+            if type(child) is nn.Linear and is_plain(child.weight):
                 places.setdefault(child, []).append((parent, name))
     calls: dict[nn.Linear, list[tuple[Tensor, int]]] = {linear: [] for linear in places}
 

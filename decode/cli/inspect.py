@@ -21,29 +21,36 @@ def inspect(
     base: Annotated[
         str | None, typer.Option("--base", metavar="NAME", help="Compare sizes with this base, not the heads' own.")
     ] = None,
+    revision: Annotated[str | None, typer.Option("--revision", metavar="REV", help="Of the heads on the Hub.")] = None,
+    subfolder: Annotated[
+        str | None, typer.Option("--subfolder", metavar="PATH", help="Within the heads' place.")
+    ] = None,
     json_report: common.JsonOption = False,
     debug: common.DebugOption = False,
 ) -> None:
-    """Show family, parameters and share of the base, tree, metrics and base of trained heads. No weights of the base
-    are loaded."""
+    """Show format, family, parameters and share of the base, tree, metrics and base of trained heads. No weights of the
+    base are loaded."""
     if name is not None and heads is not None:
         raise UserError(f"heads are named twice: {name} and --heads {heads}")
-    report = describe(name or heads or DEFAULT_EMBEDDED, base)
+    report = describe(name or heads or DEFAULT_EMBEDDED, base, revision, subfolder)
     if json_report:
         typer.echo(json.dumps(report, ensure_ascii=False))
     else:
         show(report)
 
 
-def describe(name: str, base: str | None = None) -> dict[str, Any]:
+def describe(
+    name: str, base: str | None = None, revision: str | None = None, subfolder: str | None = None
+) -> dict[str, Any]:
     """The report on heads. `share_of_base` is a fraction, null where the base's size cannot be found out, and then
     `base_error` says why."""
-    from medusa_heads.families import load_heads
-    from medusa_heads.hub import heads_directory
+    from medusa_heads.families import heads_class
+    from medusa_heads.hub import heads_directory, open_heads
 
     common.quiet_transformers()
-    directory = heads_directory(name)
-    heads = load_heads(directory)
+    directory = heads_directory(name, revision=revision, subfolder=subfolder)
+    reading = open_heads(directory, named=base)
+    heads: Any = heads_class(reading.config).from_reading(reading)
     config = heads.config.to_dict()
     family = config.pop("head_family")
     base_name = base or heads.config.base_model_name_or_path
@@ -55,6 +62,8 @@ def describe(name: str, base: str | None = None) -> dict[str, Any]:
     return {
         "name": name,
         "path": str(directory),
+        "format": reading.format,
+        "notes": list(reading.notes),
         "family": family,
         "parameters": heads.num_parameters,
         "share_of_base": None if base_parameters is None else heads.num_parameters / base_parameters,
@@ -69,35 +78,16 @@ def describe(name: str, base: str | None = None) -> dict[str, Any]:
 
 
 def describe_tree(directory: Path) -> dict[str, Any] | None:
-    """The tree that heads come with, or the limits of a dynamic one and the topology of drawn ones; None where they
-    come without."""
+    """The tree that decoding uses, or the limits within which it is grown; None where heads come without either."""
     if not (directory / "tree.json").is_file():
         return None
-    from decode.dynamic import DynamicTree, read_choice
+    from decode.dynamic import read_choice
+    from decode.tree import Tree
 
-    choice = read_choice(directory)
-    tree = choice.likeliest
-    if isinstance(tree, DynamicTree):
-        return {"size": tree.nodes, "dynamic": True, **tree.to_dict(), "drawn": choice.drawn.to_dict()}
-    return {"size": tree.size, "depth": tree.depth, **tree.to_dict()}
-
-
-def describe_family(config: dict[str, Any], family: str) -> str:
-    """The family and what its config says of its size, for people."""
-    if family == "eagle":
-        layers = ", ".join(map(str, config["layers"]))
-        return f"eagle {config['version']}: one draft layer" + (f" on states entering {layers}" if layers else "")
-    what = "blocks" if family == "medusa" else "layers"
-    prefix = " and prefix attention" if config.get("prefix_attention") else ""
-    return f"{family}: {config['num_heads']} heads of {config['num_layers']} {what}{prefix}"
-
-
-def describe_size(tree: dict[str, Any] | None) -> str:
-    if tree is None:
-        return "none stored"
-    if tree.get("dynamic"):
-        return f"dynamic, at most {tree['size']} nodes, depth {tree['depth']}, width {tree['width']}"
-    return f"{tree['size']} nodes, depth {tree['depth']}"
+    chosen = read_choice(directory).likeliest
+    if isinstance(chosen, Tree):
+        return {"size": chosen.size, "depth": chosen.depth, **chosen.to_dict()}
+    return {"dynamic": chosen.to_dict()}
 
 
 def read_json(path: Path) -> Any:
@@ -143,19 +133,42 @@ def show(report: dict[str, Any]) -> None:
 
 
 def lines(report: dict[str, Any]) -> list[tuple[str, str]]:
-    config, tree, share = report["config"], report["tree"], report["share_of_base"]
+    config, share = report["config"], report["share_of_base"]
     rows = config["draft_vocab_size"]
     projection = "their own" if config["own_projection"] else "the base's"
     result = [
         ("heads", report["path"]),
-        ("family", describe_family(config, report["family"])),
+        ("format", report["format"]),
+        *(("", note) for note in report["notes"]),
+        ("family", f"{report['family']}: {describe_family(report['family'], config)}"),
         ("parameters", f"{report['parameters']:,} ({report['dtype']})"),
         ("share of base", f"{share:.2%}" if share is not None else f"unknown: {report['base_error']}"),
         ("base", str(report["base"])),
         ("projection", f"{projection}, {'all rows' if rows is None else f'{rows} rows'}"),
-        ("tree", describe_size(tree)),
+        ("tree", tree_line(report["tree"])),
     ]
     return result + metric_lines(report["metrics"] or {})
+
+
+def describe_family(family: str, config: dict[str, Any]) -> str:
+    """What heads of a family consist of, in a few words."""
+    if family == "medusa":
+        return f"{config['num_heads']} heads of {config['num_layers']} blocks"
+    if family == "hydra":
+        prefix = " behind a prefix attention" if config["prefix_attention"] else ""
+        return f"{config['num_heads']} heads of {config['num_layers']} layers{prefix}"
+    if config["version"] == 1:
+        return "version 1, one layer on the base's last state"
+    return f"version 3, one layer on the states entering layers {', '.join(map(str, config['layers']))}"
+
+
+def tree_line(tree: dict[str, Any] | None) -> str:
+    if tree is None:
+        return "none stored"
+    if "dynamic" in tree:
+        limits = tree["dynamic"]
+        return f"grown each round: at most {limits['nodes']} nodes, depth {limits['depth']}, width {limits['width']}"
+    return f"{tree['size']} nodes, depth {tree['depth']}"
 
 
 def metric_lines(metrics: dict[str, Any]) -> list[tuple[str, str]]:

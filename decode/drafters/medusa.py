@@ -18,16 +18,20 @@ from torch import Tensor, nn
 
 from decode.drafters import Draft, DraftRow
 from decode.drafters.projection import draft_projection
-from decode.tree import Tree
+from decode.dynamic import DRAWN_RATES
+from decode.tree import Tree, search_tree
 from decode.verify import draw_siblings
 from medusa_heads.base import BaseOutput
 from medusa_heads.errors import ConfigError, HeadsError
-from medusa_heads.hub import heads_directory
+from medusa_heads.hub import heads_directory, is_own
 from medusa_heads.prepack import can_prepack, pack_linears
 
 if TYPE_CHECKING:
     from medusa_heads.base import Base
     from medusa_heads.medusa import MedusaHeads
+
+COMMON_NODES = 8
+"""Of a tree for heads that come without one."""
 
 
 class MedusaDrafter:
@@ -57,13 +61,18 @@ class MedusaDrafter:
         cls, name: str | Path, base: Base, *, tree: Tree | None = None, revision: str | None = None
     ) -> MedusaDrafter:
         """Heads by directory, embedded name or Hub id, with the tree tuned for this machine (see `decode.profiles`), or
-        else their own `tree.json`, unless another tree is given."""
+        else their own `tree.json`, unless another tree is given. Another project's heads come without: a small tree by
+        rates that are common."""
         from decode.profiles import tuned_tree
         from medusa_heads.medusa import MedusaHeads
 
         directory = heads_directory(name, revision=revision)
         heads = MedusaHeads.from_pretrained(directory, base=base)
-        return cls(heads, base, tree or tuned_tree(directory, base) or read_tree(directory))
+        tree = tree or tuned_tree(directory, base)
+        if tree is None and not is_own(directory) and not (directory / "tree.json").is_file():
+            rows = heads.config.draft_vocab_size or heads.config.vocab_size
+            tree = search_tree([DRAWN_RATES[:rows]] * heads.config.num_heads, COMMON_NODES)
+        return cls(heads, base, tree or read_tree(directory))
 
     def start(self, rows: Sequence[DraftRow]) -> MedusaSession:
         return MedusaSession(self, rows)

@@ -102,11 +102,10 @@ def _one(kind: str, value: str, base: Base, heads: str | Path | None, options: d
 
 def _heads(name: str | Path, base: Base, options: dict[str, Any]) -> Drafter:
     """Heads of whichever family their config says."""
-    from medusa_heads.hub import heads_directory, is_own, open_heads, read_config
+    from medusa_heads.hub import family_of, heads_directory
 
     directory = heads_directory(name, revision=options.pop("revision", None))
-    config = read_config(directory) if is_own(directory) else open_heads(directory, base).config
-    family = config.family
+    family = family_of(directory)
     drafter = getattr(import_module(f"decode.drafters.{family}"), FAMILIES[family])
     return _made(drafter.from_pretrained, (directory, base), options, f"heads of the family {family}")
 

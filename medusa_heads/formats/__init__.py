@@ -25,6 +25,9 @@ class Reader(Protocol):
     """A module of this package."""
 
     @property
+    def FAMILY(self) -> str: ...
+
+    @property
     def recognises(self) -> Callable[[Checkpoint], bool]: ...
 
     @property
@@ -67,6 +70,12 @@ def base_of_foreign(directory: Path) -> str | None:
     """The base that another project's heads name, or that lies in one file with them."""
     reader, checkpoint = recognise(directory)
     return reader.base_of(checkpoint)
+
+
+def foreign_facts(directory: Path) -> tuple[str, Path]:
+    """Family of another project's heads, and the file of their weights (or of the index of them)."""
+    reader, checkpoint = recognise(directory)
+    return reader.FAMILY, checkpoint.file
 
 
 def recognise(directory: Path) -> tuple[Reader, Checkpoint]:

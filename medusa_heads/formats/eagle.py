@@ -34,6 +34,9 @@ EMBEDDING = "embed_tokens.weight"
 PROJECTION = "lm_head.weight"
 
 
+FAMILY = "eagle"
+
+
 def recognises(checkpoint: Checkpoint) -> bool:
     names = plain_names(checkpoint.names)
     return {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= names.keys() and not any(

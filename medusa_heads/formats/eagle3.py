@@ -38,6 +38,9 @@ OWN_FUSED = "states_entering_layers"
 """This project's own key beside theirs, of one meaning."""
 
 
+FAMILY = "eagle"
+
+
 def recognises(checkpoint: Checkpoint) -> bool:
     return "speculators_model_type" not in checkpoint.config and _is_named(checkpoint.names)
 

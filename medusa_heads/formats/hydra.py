@@ -30,6 +30,9 @@ UNUSED = (f"{PREFIX}embed_tokens.weight", f"{PREFIX}layers.0.self_attn.rotary_em
 """A table that their forward never reads, and one that older transformers stored and computes."""
 
 
+FAMILY = "hydra"
+
+
 def recognises(checkpoint: Checkpoint) -> bool:
     return any(name.startswith("hydra_mlp.") for name in checkpoint.names)
 

@@ -27,6 +27,9 @@ MERGED_PREFIX = "medusa_head."
 TGI_FILE = "medusa_lm_head.safetensors"
 
 
+FAMILY = "medusa"
+
+
 def recognises(checkpoint: Checkpoint) -> bool:
     return any(SEQUENCE.pattern(SEQUENCE.weight).fullmatch(name) for name in checkpoint.names) or is_merged(checkpoint)
 

@@ -23,6 +23,9 @@ SPECULATIVE_TOKENS = 3
 """What the library's own converter writes."""
 
 
+FAMILY = "eagle"
+
+
 def recognises(checkpoint: Checkpoint) -> bool:
     return TYPE in checkpoint.config
 

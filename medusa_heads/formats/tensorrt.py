@@ -27,6 +27,9 @@ TENSORRT = Naming(
 )
 
 
+FAMILY = "medusa"
+
+
 def recognises(checkpoint: Checkpoint) -> bool:
     return any(name.startswith(PREFIX) for name in checkpoint.names)
 

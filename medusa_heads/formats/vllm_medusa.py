@@ -28,6 +28,9 @@ SHARED = "lm_head.weight"
 TOKEN_MAP = "token_map"
 
 
+FAMILY = "medusa"
+
+
 def recognises(checkpoint: Checkpoint) -> bool:
     return any(NAMING.pattern(NAMING.weight).fullmatch(name) for name in checkpoint.names)
 

@@ -20,10 +20,12 @@ from medusa_heads import fetching
 from medusa_heads import hub as hub_module
 from medusa_heads.base import Base
 from medusa_heads.errors import BaseLoadError, HeadsError
+from medusa_heads.families import load_heads
 from medusa_heads.hub import EXTRAS, check_base, heads_directory
 from medusa_heads.medusa import MedusaHeads
 from tests.conftest import tiny_base, tiny_model, tiny_tokenizer
 from tests.medusa_heads.fake_hub import FakeHub, Repo
+from tests.medusa_heads.formats.layouts import random_tensors, sequence_shapes, store, store_sharded
 
 DRAFT_IDS = torch.tensor([40, 3, 95, 7, 0, 61])
 FILES = {"config.json", "model.safetensors"}
@@ -500,3 +502,86 @@ def test_a_base_is_loaded_by_its_id_and_remembers_the_commit(online: FakeHub, tm
         with pytest.raises(BaseLoadError) as error:
             Base.load(name, revision=revision, device="cpu", token="hf_any")
         one_line(error, f"'{name}'")
+
+
+# Other projects' heads on the Hub
+
+
+def medusa_files(own: bool, file: str, tmp_path: Path) -> dict[str, bytes]:
+    """A repository in the first Medusa project's layout."""
+    tensors = random_tensors(sequence_shapes(2, 1, own=own))
+    directory = store(tmp_path / file, {"medusa_num_heads": 2, "vocab_size": 96}, file, tensors)
+    return files(directory)
+
+
+def resolved(hub: FakeHub) -> set[str]:
+    return {path.rsplit("/", 1)[1] for path in hub.paths("GET") if "/resolve/" in path}
+
+
+def test_a_pickle_is_fetched_only_where_there_are_no_safetensors(online: FakeHub, tmp_path: Path) -> None:
+    pickled = medusa_files(True, "medusa_lm_head.pt", tmp_path)
+    safe = medusa_files(True, "medusa_lm_head.safetensors", tmp_path)
+    online.repos["org/old"] = old = Repo()
+    old.commit(pickled)
+    online.repos["org/both"] = both = Repo()
+    both.commit(pickled | safe)
+    first = MedusaHeads.from_pretrained("org/old")
+    assert resolved(online) == {"config.json", "medusa_lm_head.pt"}
+    online.seen.clear()
+    second = MedusaHeads.from_pretrained("org/both")
+    assert resolved(online) == {"config.json", "medusa_lm_head.safetensors"}
+    assert same(first, second) and first.config.num_heads == 2
+
+
+def test_of_a_merged_model_only_the_shards_with_heads_are_fetched(online: FakeHub, tmp_path: Path) -> None:
+    tensors = random_tensors(sequence_shapes(2, 1, own=True, prefix="medusa_head."))
+    rest = {"model.layers.0.mlp.up_proj.weight": torch.zeros(8, 8)}
+    shards = {"model-1.safetensors": rest, "model-2.safetensors": tensors}
+    online.repos["org/merged"] = repo = Repo()
+    repo.commit(files(store_sharded(tmp_path / "merged", {"model_type": "llama"}, shards)))
+    heads = load_heads("org/merged")
+    assert resolved(online) == {"config.json", "model.safetensors.index.json", "model-2.safetensors"}
+    assert heads.config.num_heads == 2
+
+
+def test_heads_in_a_subfolder_with_a_token_from_the_cache_and_offline(
+    online: FakeHub, heads: MedusaHeads, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    foreign = medusa_files(False, "medusa_lm_head.safetensors", tmp_path)
+    online.repos["org/many"] = repo = Repo(token="hf_secret")
+    own = {f"heads/small/{name}": content for name, content in files(saved).items()}
+    repo.commit(own | {f"tgi/{name}": content for name, content in foreign.items()} | {"README.md": b"both"})
+    options: dict[str, Any] = {"token": "hf_secret", "cache_dir": tmp_path / "mine"}
+    assert same(MedusaHeads.from_pretrained("org/many", subfolder="heads/small", **options), heads.to(torch.bfloat16))
+    assert not any("tgi/" in path for path in online.paths("GET")), "and nothing of its neighbours"
+    other = load_heads("org/many", subfolder="tgi", **options)
+    assert not other.config.own_projection and other.config.num_heads == 2
+    online.seen.clear()
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert same(load_heads("org/many", subfolder="tgi", **options), other)
+    assert online.seen == []
+    with pytest.raises(HeadsError, match="have no subfolder 'nothing'"):
+        load_heads("org/many", subfolder="nothing", **options)
+
+
+@pytest.mark.parametrize("subfolder", ["../elsewhere", "/etc", "a/../../b", "a\\b"])
+def test_a_subfolder_lies_below(saved: Path, subfolder: str) -> None:
+    with pytest.raises(HeadsError, match="does not lie below the heads' place"):
+        heads_directory(saved, subfolder=subfolder)
+    with pytest.raises(HeadsError, match="does not lie below the heads' place"):
+        heads_directory("org/heads", subfolder=subfolder)
+
+
+def test_a_subfolder_of_a_directory(saved: Path, heads: MedusaHeads) -> None:
+    assert heads_directory(saved.parent, subfolder="heads") == saved
+    with pytest.raises(HeadsError, match="have no subfolder 'nothing'"):
+        heads_directory(saved, subfolder="nothing")
+
+
+def test_an_index_on_the_hub_cannot_lead_out_of_the_repository(online: FakeHub) -> None:
+    index = {"weight_map": {"medusa_head.0.0.linear.weight": "../../../../secret.safetensors"}}
+    online.repos["org/evil"] = repo = Repo()
+    repo.commit({"config.json": b"{}", "model.safetensors.index.json": json.dumps(index).encode()})
+    with pytest.raises(HeadsError, match="is no file name in this directory"):
+        load_heads("org/evil")
+    assert not any("secret" in path for path in online.paths("GET"))
