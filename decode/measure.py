@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from medusa_heads.base import Base
     from medusa_heads.medusa import MedusaHeads
 
+Key = TypeVar("Key", int, str)
 SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 CONTEXTS = (128, 512)
 
@@ -87,13 +88,13 @@ def measure_costs(
     order = random.Random(seed)
     forward = {}
     for context in contexts:
-        jobs = {size: _pass_over(base, context, size) for size in sizes}
-        forward[context] = _time_in_turns(jobs, repeats, order)
-    draft = {} if heads is None else _time_in_turns(_draft_jobs(base, heads, ranks), repeats, order)
+        jobs = {size: pass_over(base, context, size) for size in sizes}
+        forward[context] = time_in_turns(jobs, repeats, order)
+    draft = {} if heads is None else time_in_turns(_draft_jobs(base, heads, ranks), repeats, order)
     return Costs(forward, draft, repeats)
 
 
-def _pass_over(base: Base, context: int, size: int) -> Callable[[], object]:
+def pass_over(base: Base, context: int, size: int) -> Callable[[], object]:
     """A job: one pass over a tree of `size` nodes behind `context` tokens. It leaves its cache as it was."""
     generator = torch.Generator().manual_seed(size)
 
@@ -162,10 +163,12 @@ def _caterpillar(depth: int, ranks: int) -> Tree:
     return Tree.from_rank_paths([(0,) * d for d in range(1, depth + 1)] + [(rank,) for rank in range(1, ranks)])
 
 
-def _time_in_turns(
-    jobs: Mapping[int, Callable[[], object]], repeats: int, order: random.Random
-) -> dict[int, tuple[float, float, float]]:
-    seconds: dict[int, list[float]] = {key: [] for key in jobs}
+def time_in_turns(
+    jobs: Mapping[Key, Callable[[], object]], repeats: int, order: random.Random
+) -> dict[Key, tuple[float, float, float]]:
+    """Quartiles of each job's seconds. In each repetition every job runs once, in an order that changes; two
+    repetitions more warm up."""
+    seconds: dict[Key, list[float]] = {key: [] for key in jobs}
     for repetition in range(repeats + 2):  # the first two warm up
         for key in order.sample(list(jobs), len(jobs)):
             begin = time.perf_counter()

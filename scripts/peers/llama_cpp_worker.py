@@ -16,7 +16,7 @@ def main() -> None:
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the library prints must not come between the replies
 
-    import llama_cpp
+    import llama_cpp  # type: ignore[import-not-found]
 
     model = llama_cpp.Llama(
         options.model,

@@ -22,7 +22,7 @@ def main() -> None:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
-    import vllm
+    import vllm  # type: ignore[import-not-found]
 
     speculation = {}
     if options.ngram:
