@@ -13,15 +13,22 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 from decode.drafters.adaptive import Reach
 from decode.drafters.combined import CombinedDrafter
 from decode.drafters.crossmodel import SharedDrafter, TextDrafter
+from decode.drafters.eagle import EagleDrafter
 from decode.drafters.early_exit import EarlyExitDrafter
+from decode.drafters.hydra import HydraDrafter
 from decode.drafters.lookup import LookupDrafter
 from decode.drafters.model import ModelDrafter
+from decode.dynamic import DynamicTree
+from decode.tree import Tree
 from medusa_heads.base import Base
 from tests.conftest import GROUPED, VOCAB, tiny_tokenizer
+from tests.decode.eagle_heads import random_heads
 
 PROMPT = [5, 17, 40, 8, 61, 33, 12, 70, 21]
 REPETITIVE = [5, 17, 40, 8, 61, 5, 17, 40, 8, 33, 5, 17]
 CHAIN = Reach(depth=4, pass_cost=0.0, node_floor=0.0)
+LIMITS = DynamicTree(depth=3, width=3, nodes=9)
+STATIC = Tree.from_rank_paths([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
 BUSHY = Reach(depth=3, width=3, nodes=9, pass_cost=0.0, node_floor=0.0)
 
 
@@ -95,6 +102,10 @@ DRAFTERS: dict[str, Callable[[Base], Any]] = {
     ),
     "exit-chain": lambda base: EarlyExitDrafter(base, 1, reach=CHAIN),
     "exit-tree": lambda base: EarlyExitDrafter(base, 1, reach=BUSHY),
+    "eagle1": lambda base: EagleDrafter(random_heads(base, "eagle1"), base, LIMITS),
+    "eagle3": lambda base: EagleDrafter(random_heads(base, "eagle3"), base, LIMITS),
+    "hydra": lambda base: HydraDrafter(random_heads(base, "hydra"), base, LIMITS),
+    "hydra-prefix": lambda base: HydraDrafter(random_heads(base, "hydra-prefix"), base, STATIC),
 }
 
 
