@@ -42,6 +42,16 @@ from medusa_heads import Base, load_heads
 base = Base.load("{{ base }}")
 heads = load_heads("{{ repo or "PATH" }}", base=base)
 ```
+{%- if method %}
+
+In vLLM, which drafts chains of tokens:
+
+```
+medusa-decode convert {{ repo or "PATH" }} heads-vllm --to vllm
+vllm serve {{ served }} --speculative-config \
+    '{"method": "{{ method }}", "model": "heads-vllm", "num_speculative_tokens": {{ tokens }}}'
+```
+{%- endif %}
 """
 
 
@@ -76,6 +86,9 @@ def model_card(
         projection=projection,
         facts=dict(facts or {}),
         repo=repo,
+        served=base if _is_repository(base) else "BASE",
+        method=_vllm_method(config),
+        tokens=config.num_heads if isinstance(config, MedusaConfig) else 3,
     )
     return str(card)
 
@@ -84,6 +97,15 @@ def _family(config: HeadsConfig) -> str:
     if isinstance(config, EagleConfig):
         return "EAGLE-3" if config.version == 3 else "EAGLE"
     return config.family.capitalize()
+
+
+def _vllm_method(config: HeadsConfig) -> str | None:
+    """What vLLM calls heads of this family; None for those that it does not serve."""
+    if isinstance(config, MedusaConfig):
+        return "medusa" if config.draft_vocab_size is None or not config.own_projection else None
+    if isinstance(config, EagleConfig):
+        return "eagle3" if config.version == 3 else "eagle" if config.draft_vocab_size is None else None
+    return None
 
 
 def describe(config: HeadsConfig) -> str:

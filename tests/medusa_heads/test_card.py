@@ -5,7 +5,7 @@ from __future__ import annotations
 from huggingface_hub import ModelCard
 
 from medusa_heads.card import model_card
-from medusa_heads.config import MedusaConfig
+from medusa_heads.config import HydraConfig, MedusaConfig
 
 CONFIG = MedusaConfig(
     hidden_size=32,
@@ -54,3 +54,15 @@ def test_without_extras_nothing_is_made_up() -> None:
     text = model_card(MedusaConfig(hidden_size=8, vocab_size=96, num_layers=1), 7)
     assert "of the base)" not in text and "at revision" not in text and "None" not in text
     assert "of 1 residual block for" in text
+
+
+def test_it_says_how_vllm_serves_heads_that_it_can_serve() -> None:
+    text = ModelCard(model_card(CONFIG, 7, repo="me/heads")).text
+    assert "medusa-decode convert me/heads heads-vllm --to vllm" in text
+    assert "vllm serve org/base --speculative-config" in text
+    assert '\'{"method": "medusa", "model": "heads-vllm", "num_speculative_tokens": 3}\'' in text
+    local = MedusaConfig(hidden_size=8, vocab_size=96, base_model_name_or_path="smollm2-135m")
+    assert "vllm serve BASE --spec" in model_card(local, 7), "an embedded name means nothing to vLLM"
+    own_rows = MedusaConfig(hidden_size=8, vocab_size=96, own_projection=True, draft_vocab_size=9)
+    assert "vllm" not in model_card(own_rows, 7).lower()
+    assert "vllm" not in model_card(HydraConfig(hidden_size=8, vocab_size=96), 7).lower()
