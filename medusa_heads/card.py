@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +11,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
 from medusa_heads.config import EagleConfig, HeadsConfig, HydraConfig, MedusaConfig
+from medusa_heads.formats.vllm_medusa import LOADER_OPTION
 
 TEMPLATE = """---
 {{ card_data }}
@@ -49,7 +51,7 @@ In vLLM, which drafts chains of tokens:
 ```
 medusa-decode convert {{ repo or "PATH" }} heads-vllm --to vllm
 vllm serve {{ served }} --speculative-config \
-    '{"method": "{{ method }}", "model": "heads-vllm", "num_speculative_tokens": {{ tokens }}}'
+    '{"method": "{{ method }}", "model": "heads-vllm", "num_speculative_tokens": {{ tokens }}}'{{ loader }}
 ```
 {%- endif %}
 """
@@ -88,6 +90,7 @@ def model_card(
         repo=repo,
         served=base if _is_repository(base) else "BASE",
         method=_vllm_method(config),
+        loader=_loader_option(config),
         tokens=config.num_heads if isinstance(config, MedusaConfig) else 3,
     )
     return str(card)
@@ -106,6 +109,13 @@ def _vllm_method(config: HeadsConfig) -> str | None:
     if isinstance(config, EagleConfig):
         return "eagle3" if config.version == 3 else "eagle" if config.draft_vocab_size is None else None
     return None
+
+
+def _loader_option(config: HeadsConfig) -> str:
+    """vLLM's option for heads with a draft vocabulary (see `medusa_heads.formats.vllm_medusa`)."""
+    if not isinstance(config, MedusaConfig) or config.draft_vocab_size is None:
+        return ""
+    return f" \\\n    --model-loader-extra-config '{json.dumps(LOADER_OPTION)}'"
 
 
 def describe(config: HeadsConfig) -> str:

@@ -90,7 +90,9 @@ def served(
     arguments += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "2048", "--max-num-seqs", "4"]
     arguments += ["--enforce-eager", "--seed", "0"]
     if draft is not None:
-        arguments += ["--speculative-config", json.dumps(draft)]
+        arguments += ["--speculative-config", json.dumps(draft["speculative"])]
+        if "loader" in draft:
+            arguments += ["--model-loader-extra-config", json.dumps(draft["loader"])]
     quiet = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     environment = {"VLLM_CPU_KVCACHE_SPACE": "1", **os.environ, **quiet}
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -219,9 +221,14 @@ def read_prompts(path: Path | None, limit: int | None) -> list[str]:
     return [row["turns"][0] if "turns" in row else row["prompt"] for row in rows][:limit]
 
 
-def speculative_config(directory: Path, family: str, tokens: int) -> dict[str, Any]:
+def vllm_options(directory: Path, config: Any, family: str, tokens: int) -> dict[str, Any]:
+    """What vLLM is told of the heads: its speculative config and, where they need one, an option of its loader."""
+    from medusa_heads.formats.vllm_medusa import LOADER_OPTION
+
     method = {"medusa": "medusa", "eagle-1": "eagle", "eagle-3": "eagle3"}[family]
-    return {"method": method, "model": str(directory), "num_speculative_tokens": tokens}
+    speculative = {"method": method, "model": str(directory), "num_speculative_tokens": tokens}
+    mapped = family == "medusa" and config.draft_vocab_size is not None
+    return {"speculative": speculative, **({"loader": LOADER_OPTION} if mapped else {})}
 
 
 def serve_heads(
@@ -239,7 +246,7 @@ def serve_heads(
     with tempfile.TemporaryDirectory() as scratch:
         export = Path(scratch) / "heads"
         notes = write_foreign(heads, "vllm", export, base)
-        draft = speculative_config(export, family, tokens)
+        draft = vllm_options(export, config, family, tokens)
         log = options.output / f"server-{family}.log"
         with served(vllm_command(options.vllm), base_path, options, draft, log) as url:
             before = draft_counts(url)

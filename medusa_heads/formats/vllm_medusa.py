@@ -6,6 +6,7 @@ share must lie in the file (`original_lm_head`); it is a copy of the base's.
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +27,12 @@ NAMING = Naming(
 )
 SHARED = "lm_head.weight"
 TOKEN_MAP = "token_map"
+LOADER_OPTION = {"enable_weights_track": False}
+"""What vLLM 0.32 needs as `--model-loader-extra-config` with a `token_map`: it counts the map among the weights that a
+checkpoint must hold, and not among those that it has read."""
+UNCHECKED = (
+    f"vLLM 0.32 refuses its own token_map unless started with --model-loader-extra-config '{json.dumps(LOADER_OPTION)}'"
+)
 
 
 FAMILY = "medusa"
@@ -160,4 +167,6 @@ def write(state: State, base: Base | None) -> Written:
     }
     tensors = {theirs: state.tensors[ours] for theirs, ours in names.items()} | extra
     chain = f"vLLM drafts a chain of {config.num_heads} tokens, without a tree"
+    if rows is not None:
+        notes = (*notes, UNCHECKED)
     return Written(written, tensors, "model.safetensors", state.tensors, (*notes, chain))

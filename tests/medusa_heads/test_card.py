@@ -63,6 +63,9 @@ def test_it_says_how_vllm_serves_heads_that_it_can_serve() -> None:
     assert '\'{"method": "medusa", "model": "heads-vllm", "num_speculative_tokens": 3}\'' in text
     local = MedusaConfig(hidden_size=8, vocab_size=96, base_model_name_or_path="smollm2-135m")
     assert "vllm serve BASE --spec" in model_card(local, 7), "an embedded name means nothing to vLLM"
+    assert "enable_weights_track" not in text
+    mapped = model_card(MedusaConfig(hidden_size=8, vocab_size=96, draft_vocab_size=40), 7)
+    assert """4}' \\\n    --model-loader-extra-config '{"enable_weights_track": false}'\n```""" in mapped
     own_rows = MedusaConfig(hidden_size=8, vocab_size=96, own_projection=True, draft_vocab_size=9)
     assert "vllm" not in model_card(own_rows, 7).lower()
     assert "vllm" not in model_card(HydraConfig(hidden_size=8, vocab_size=96), 7).lower()
