@@ -48,8 +48,7 @@ class HydraTrainer(HeadsTrainer):
             self.own_parameters = tuple(heads.lm_heads.parameters())
 
     def check_source(self, source: StateSource) -> None:
-        if self.heads.prefix is not None:
-            source.require(["last"])
+        source.require(["last"])  # by the prefix attention, and by the drafter when its trees are evaluated
 
     def read(self, source: StateSource, rows: Sequence[int]) -> PackedBatch:
         return source.batch(rows) if self.heads.prefix is None else source.sequences(rows, ["last"])

@@ -150,6 +150,7 @@ class FeatureStore(StateSource):
         return pack_spans(states, [self.spans[row] for row in rows], self.no_states())
 
     def row_states(self, rows: Sequence[int], names: Sequence[str]) -> list[list[Tensor]]:
+        self.require(names)
         return [[self.states(row, name) for row in rows] for name in names]
 
     def require(self, names: Sequence[str]) -> None:

@@ -3,16 +3,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from accelerate.state import AcceleratorState
-from safetensors.torch import load_file
 
 import train.train_heads as script
 from decode.drafters.medusa import MedusaDrafter
@@ -20,11 +16,10 @@ from decode.engine import Decoder, GenerationSettings
 from medusa_heads import Base, MedusaHeads
 from medusa_heads.errors import ConfigError
 from tests.train.helpers import save_tiny_base, tiny_config, write_rows
+from tests.train.runs import assert_same_weights, launch, logged, repeated, run, weights
 from train import features
 from train.checkpoint import checkpoints
 from train.config import TrainingConfig, build
-
-REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -44,29 +39,6 @@ def place(tmp_path_factory):
     config.write_text(yaml.safe_dump(data))
     assert features.main(["--config", str(config)]) == 0
     return directory
-
-
-def run(place, output, **changes):
-    AcceleratorState._reset_state(reset_partial_state=True)
-    changes.setdefault("features", {"directory": str(place / "states"), "dtype": "float32"})
-    config = build(TrainingConfig, tiny_config(place, output=str(output), **changes))
-    script.train(config)
-    return Path(config.output)
-
-
-def weights(directory):
-    return load_file(directory / "model.safetensors")
-
-
-def logged(output):
-    return [json.loads(line) for line in (Path(str(output) + ".run") / "metrics.jsonl").read_text().splitlines()]
-
-
-def assert_same_weights(a, b):
-    first, second = weights(a), weights(b)
-    assert first.keys() == second.keys()
-    assert all(torch.equal(first[k], second[k]) for k in first)
-    assert any(v.float().abs().sum() > 0 for k, v in first.items() if k != "draft_ids")
 
 
 def test_a_run_leaves_a_whole_heads_directory(place, tmp_path):
@@ -153,18 +125,6 @@ def test_live_states_train_the_same_heads_as_cached_ones(place, tmp_path):
     assert 0 < training["share_of_base_speed"] < 1
 
 
-def launch(arguments, processes):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    name = "cpu.yaml" if processes == 1 else "cpu-2.yaml"
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
-    command += [str(REPOSITORY / "configs/accelerate" / name), "--main_process_port", str(port)]
-    command += [str(REPOSITORY / "train/train_heads.py"), *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-
-
 def test_two_processes_train_what_one_does(place, tmp_path):
     outputs = []
     for processes, accumulation in ((1, 1), (2, 2)):
@@ -194,13 +154,6 @@ def test_the_command_line_names_what_is_wrong_without_a_traceback(tmp_path, caps
     assert script.main(["--config", str(tmp_path / "c.yaml")]) == 2
     shown = capsys.readouterr()
     assert "unknown key step" in shown.err and "Traceback" not in shown.err
-
-
-def repeated(directory, text, count=1):
-    """A training set of one conversation, `count` times."""
-    messages = [{"role": "user", "content": "go"}, {"role": "assistant", "content": text}]
-    rows = [{"id": f"r{i}", "temperature": 0.0, "finished": False, "messages": messages} for i in range(count)]
-    (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def test_on_periodic_text_each_head_learns_its_own_offset(tmp_path):
