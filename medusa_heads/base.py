@@ -123,8 +123,8 @@ class Base:
 
     @cached_property
     def projection_weight(self) -> Tensor:
-        """(V, h), rows of the vocabulary projection as the checkpoint has them; of a quantised one, what its layer makes
-        of each unit vector: its rows unpacked, up to what it rounds in its input."""
+        """(V, h), rows of the vocabulary projection as the checkpoint has them; of a quantised one unpacked: what its
+        layer makes of each unit vector."""
         weight: Any = self._projection.weight
         if is_plain(weight):
             return weight.detach()

@@ -98,8 +98,8 @@ def can_prepack(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def is_plain(weight: object) -> bool:
-    """Whether a weight is numbers as they are. Quantised ones are of a class of their own, in layers of one, or (torchao)
-    in an `nn.Linear`."""
+    """Whether a weight is numbers as they are. Quantised ones are of a class of their own, in a layer of one too, or
+    (torchao) in an `nn.Linear`."""
     return type(weight) in (nn.Parameter, Tensor)
 
 
