@@ -125,3 +125,12 @@ def test_a_node_budget_is_kept(name: str, temperature: float) -> None:
     assert len(result.token_ids) == 20 and max(max(s) for s in sizes) > 1
     if temperature == 0.0:
         assert result.token_ids == greedy_by_hand(base, REPETITIVE, 20)
+
+
+def test_generate_takes_a_drafter_by_name() -> None:
+    base = tiny_base()
+    ids = torch.tensor([REPETITIVE])
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    expected = base.model.generate(ids, **options)
+    for name in ("lookup", "exit:1,width=2", "exit:1+lookup"):
+        assert torch.equal(base.model.generate(ids, custom_generate=speculate(name), **options), expected)
