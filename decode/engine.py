@@ -15,6 +15,7 @@ from torch import Tensor
 from decode.cache import TreeCache
 from decode.drafters import Draft, Drafter, DraftSession, SharesCache
 from decode.guard import DEFAULT_GUARD, CostMemory, Guard, GuardSettings
+from decode.mask import RunningMask
 from decode.rows import Row
 from decode.settings import Chunk, GenerationResult, GenerationSettings
 from decode.stats import Clock
@@ -173,6 +174,7 @@ class _Call:
                 prefix.drafter, prefix.session = decoder.drafter, self.session
         if isinstance(self.session, SharesCache):
             self.session.share(self.cache)
+        self.mask = RunningMask.for_base(self.base, self.cache)
 
     def _resume(self, prefix: Prefix, drafter: Drafter | None) -> bool:
         """Takes over what a kept prefix shares with the prompt; False where it has nothing for this drafter."""
@@ -259,13 +261,14 @@ class _Call:
         begin = self.clock.seconds
         with self.clock.stage("draft"):
             draft = self._draft()
-        tokens = draft.tokens.to("cpu")
         with self.clock.stage("forward"):
             output = self._forward_trees(draft)
             logits = self.base.project(output.last_hidden_state)
         with self.clock.stage("verify"):
             at_once = any(row.greedy_at_once for row in self.rows)
+            # The one point of a round where a device is waited for: what was drafted is done by then as well.
             choices = likeliest(logits).to("cpu") if at_once else None
+            tokens = draft.tokens.to("cpu")
             settled = []
             for i, row in enumerate(self.rows):
                 laws = draft.laws[i] if draft.laws is not None else None
@@ -307,11 +310,15 @@ class _Call:
             depths = torch.tensor([tree.depths + (0,) * (nodes - tree.size) for tree in draft.trees], device=device)
             ancestors = torch.stack([_padded(tree.ancestor_mask, nodes) for tree in draft.trees]).to(device)
         positions = self.cache.positions(depths)
+        if self.mask is not None and self.cache.held == 0:
+            visible, keys = self.mask.over(ancestors), None
+        else:
+            visible, keys = self.cache.visible(ancestors), self.cache.key_positions(positions)
         return self.base.forward(
             draft.tokens,
             position_ids=positions,
-            attention_mask=self.cache.visible(ancestors),
-            key_positions=self.cache.key_positions(positions),
+            attention_mask=visible,
+            key_positions=keys,
             cache=self.cache,
             layers=self.layers,
         )
@@ -367,6 +374,8 @@ class _Call:
             return
         if going:
             self.cache.keep_rows(going)
+            if self.mask is not None:
+                self.mask.keep_rows(going)
             if self.session is not None:
                 self.session.keep_rows(going)
         self.rows = [self.rows[i] for i in going]
