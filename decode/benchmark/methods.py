@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -47,7 +47,11 @@ class Request:
 Method = Callable[[Request], Answer]
 
 
-def timed(method: Method, request: Request, device: torch.device) -> tuple[Answer, float]:
+Asked = TypeVar("Asked")
+Given = TypeVar("Given")
+
+
+def timed(method: Callable[[Asked], Given], request: Asked, device: torch.device) -> tuple[Given, float]:
     """The answer and the wall time of the whole call, reading the prompt included: the one clock for all methods."""
     _finish(device)
     begin = time.perf_counter()

@@ -139,7 +139,7 @@ def test_after_a_failed_call_nothing_wrong_is_kept(
 def test_a_call_left_early_leaves_what_it_had_read(
     decoder: Decoder, turns: tuple[list[int], list[int], list[int]]
 ) -> None:
-    first, second, answer = turns
+    _, second, answer = turns
     prefix = Prefix()
     stream = decoder.stream(PROMPT, SETTINGS, prefix=prefix)
     said = [*next(stream).token_ids, *next(stream).token_ids]
@@ -152,7 +152,7 @@ def test_a_call_left_early_leaves_what_it_had_read(
 def test_another_drafter_begins_anew(
     base: Base, decoder: Decoder, turns: tuple[list[int], list[int], list[int]]
 ) -> None:
-    first, second, answer = turns
+    _, second, answer = turns
     prefix = Prefix()
     decoder.generate(PROMPT, SETTINGS, prefix=prefix)
     for other in (Decoder(base), Decoder(base, Oracle([second + answer]))):
