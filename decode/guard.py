@@ -126,6 +126,7 @@ class Guard:
         self._spent_measuring = 0.0
         self._trees: deque[float] = deque(maxlen=RECENT)  # seconds of the last rounds with a tree
         self._tree_size = 0
+        self._rows = 0
         self._plain: deque[float] = deque(maxlen=RECENT)
         self._since_tree, self._since_plain = 0, 0
         self._stake = self._most
@@ -163,6 +164,10 @@ class Guard:
         """Takes in the round that `nodes` was asked for: trees of `nodes` nodes (the largest row's) for `rows` rows,
         `tokens` emitted a row, in `seconds`."""
         level = self._level_of_round
+        if rows != self._rows:  # times of other numbers of rows are not comparable
+            self._rows = rows
+            self._trees.clear()
+            self._plain.clear()
         if level == 0 and nodes > max(self._sizes, default=1):
             self._sizes = [nodes >> halvings for halvings in range(nodes.bit_length() - 1)]
         size = 1 if level is None or not self._sizes else self._sizes[level]

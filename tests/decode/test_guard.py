@@ -183,6 +183,19 @@ def test_pauses_grow_longer() -> None:
     assert pauses[:5] == [16, 32, 64, 128, 256] and set(pauses[5:-1]) == {256}, "the last one is cut"
 
 
+def test_rounds_of_different_batches_are_not_compared() -> None:
+    """Rows end while trees are tried: the plain round after that is of a smaller batch, and no ratio."""
+    costs = CostMemory()
+    guard = Guard(DEFAULT_GUARD, costs)
+    for rows in (4, 4, 4, 4, 3, 3, 3, 3):
+        nodes = guard.nodes(rows) or 8
+        guard.count(rows, nodes, 1.0, rows * (2.0 if nodes > 1 else 1.0))
+    assert costs.count(4, 8) + costs.count(3, 8) > 0
+    for rows in (3, 4):
+        if costs.count(rows, 8):
+            assert costs._ratios[rows, 8][0] == pytest.approx(2.0)
+
+
 def test_costs_are_inferred_until_they_are_measured() -> None:
     costs = CostMemory()
     assert costs.cost(1, 1) == 1.0 and costs.cost(1, 2) <= 2.0
