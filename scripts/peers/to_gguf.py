@@ -17,7 +17,7 @@ def main() -> None:
     parser.add_argument("--type", choices=TYPES, default="bf16")
     options = parser.parse_args()
 
-    import gguf  # type: ignore[import-not-found]
+    import gguf
 
     kind = gguf.GGMLQuantizationType[options.type.upper()]
     reader = gguf.GGUFReader(options.source)
