@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from medusa_heads.config import FORMAT, MedusaConfig
+from medusa_heads.config import FORMAT, EagleConfig, HydraConfig, MedusaConfig
 from medusa_heads.errors import ConfigError
 
 FULL = MedusaConfig(
@@ -83,3 +83,18 @@ def test_reading_leaves_the_dictionary_alone() -> None:
     data = FULL.to_dict()
     MedusaConfig.from_dict(data)
     assert data == FULL.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "message"),
+    [
+        (EagleConfig, {"version": 1, "norm_before_residual": True}, "belong to version 3"),
+        (EagleConfig, {"version": 1, "state_norm": "each"}, "belong to version 3"),
+        (EagleConfig, {"version": 3, "layers": (1, 2), "state_norm": "all"}, "state_norm must be joined, each or null"),
+        (HydraConfig, {"prefix_norm": True}, "prefix_norm belongs to the prefix attention"),
+        (HydraConfig, {"projection_bias": True}, "projection_bias belongs to projections of their own"),
+    ],
+)
+def test_options_of_other_projects_heads_that_clash(config: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config(hidden_size=32, vocab_size=96, **options)
