@@ -161,6 +161,9 @@ class TrainingConfig:
         for name in ("feature_weight", "feature_noise"):
             if getattr(self.loss, name) < 0.0:
                 raise ConfigError(f"loss.{name} must not be negative, but is {getattr(self.loss, name)}")
+        for name in ("tree_nodes", "tree_width", "walked_rows"):
+            if getattr(self.evaluation, name) < 1:
+                raise ConfigError(f"evaluation.{name} must be at least 1, not {getattr(self.evaluation, name)}")
         if self.loss.unroll < 1:
             raise ConfigError(f"loss.unroll must be at least 1, not {self.loss.unroll}")
         self._check_family()
