@@ -114,7 +114,7 @@ class EvaluationConfig:
     """Node budget of the tree that is saved with the heads, the root included. Medusa's is static, the others' grow."""
     tree_width: int = 4
     """Hydra, EAGLE: nodes that are read in a step of the dynamic tree that is saved."""
-    walked_rows: int = 20
+    walked_rows: int = 12
     """Hydra, EAGLE: rows of each kind through which dynamic trees are drafted, to measure what they gain."""
     depth: int | None = None
     """EAGLE: tokens ahead that are measured; null: as many as were unrolled."""

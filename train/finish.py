@@ -73,7 +73,7 @@ def choose_tree(
         lengths = {name: simulate(ranks, tree) for name, ranks in found.items()}
         return ChosenTree({"tree": tree.to_dict()}, tree.size, lengths, {})
     limits = DynamicTree(settings.depth or trainer.depth, settings.tree_width, settings.tree_nodes)
-    budgets = sorted({4, 8, 16, 32, limits.nodes})
+    budgets = sorted({8, 16, 32, limits.nodes})
     drafter = trainer.drafter(replace(limits, nodes=budgets[-1]))
     by_nodes = {
         name: {str(n): walk_rows(drafter, source, rows[: settings.walked_rows], n).acceptance_length for n in budgets}

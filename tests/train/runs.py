@@ -53,7 +53,7 @@ def launch(arguments, processes):
     command += [str(REPOSITORY / "configs/accelerate" / name), "--main_process_port", str(port)]
     command += [str(REPOSITORY / "train/train_heads.py"), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
 
 
 def repeated(directory, text, count=1):

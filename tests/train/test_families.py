@@ -81,7 +81,7 @@ def test_a_run_learns_resumes_bit_for_bit_and_leaves_a_drafter(place, tmp_path, 
     assert len(metrics["evaluation"]["greedy"]["top_accuracy"]) == 3
     assert len(metrics["evaluation"]["greedy"]["conditional_accuracy"][2]) == 10
     grown = metrics["dynamic_acceptance_length_by_nodes"]["greedy"]
-    assert grown["4"] >= 1.0 and metrics["tree_acceptance_length"]["greedy"] == grown["6"]
+    assert grown["8"] >= 1.0 and metrics["tree_acceptance_length"]["greedy"] == grown["6"]
     base = Base.load(str(place / "base"), dtype="float32")
     drafter = load_drafter(str(out), base)
     assert (drafter.choice.likeliest.depth, drafter.choice.likeliest.nodes) == (3, 6)
