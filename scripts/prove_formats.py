@@ -466,6 +466,8 @@ def computed(heads: Any, base: Any, theirs: dict[str, torch.Tensor]) -> dict[str
 
 def prove(name: str, checkouts: Path, python: str) -> dict[str, Any]:
     """Builds in a process of its own, compares here."""
+    from medusa_heads.errors import UserError
+
     proof = PROOFS[name]
     checkout = checkouts / proof.checkout
     with tempfile.TemporaryDirectory() as scratch:
@@ -474,7 +476,10 @@ def prove(name: str, checkouts: Path, python: str) -> dict[str, Any]:
         if run.returncode != 0:
             lines = (run.stderr.strip() or run.stdout.strip()).splitlines() or ["it said nothing"]
             return {"checkout": proof.checkout, "passed": False, "error": lines[-1]}
-        return {"checkout": proof.checkout, "commit": commit(checkout), **compare(Path(scratch))}
+        try:
+            return {"checkout": proof.checkout, "commit": commit(checkout), **compare(Path(scratch))}
+        except UserError as error:
+            return {"checkout": proof.checkout, "passed": False, "error": str(error)}
 
 
 def commit(checkout: Path) -> str | None:

@@ -1,8 +1,9 @@
 """Hydra heads of the first project: `hydra_lm_head.pt`, heads under `hydra_mlp`, projections with biases of their own,
 and for Hydra++ a whole one-layer Llama before them (`prefix_embeding_layer`, their spelling).
 
-The file says nothing of the prefix layer's shape, which is the base's. The embedding inside it is never used: it is
-named as left out. Dropouts stand between the blocks and shift their numbers.
+The file says nothing of the prefix layer's shape, which is the base's. It holds two embeddings: the base's, which must
+be a copy of it, and one inside the prefix layer that is never used and named as left out. Dropouts stand between the
+blocks and shift their numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ from medusa_heads.config import HydraConfig, LayerShape
 from medusa_heads.errors import BaseNeeded, HeadsError
 from medusa_heads.formats.checkpoint import Checkpoint
 from medusa_heads.formats.llama_layer import layer_names, read_shape
-from medusa_heads.formats.reading import Reading, base_name, expect_shape, local_config, refuse_leftovers
+from medusa_heads.formats.reading import (
+    Reading,
+    base_name,
+    copied_embedding,
+    expect_shape,
+    local_config,
+    refuse_leftovers,
+)
 
 if TYPE_CHECKING:
     from medusa_heads.base import Base
@@ -26,6 +34,7 @@ if TYPE_CHECKING:
 BLOCK = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.(linear|res_connection)\.(weight|bias)")
 PROJECTION = re.compile(r"hydra_lm_head\.(\d+)\.(?:1\.)?(weight|bias)")
 PREFIX = "prefix_embeding_layer."
+EMBEDDING = "input_embed_fn.weight"
 UNUSED = (f"{PREFIX}embed_tokens.weight", f"{PREFIX}layers.0.self_attn.rotary_emb.inv_freq")
 """A table that their forward never reads, and one that older transformers stored and computes."""
 
@@ -50,7 +59,7 @@ def read(checkpoint: Checkpoint, base: Base | None = None) -> Reading:
     names, heads, layers = _names(checkpoint, title)
     prefix = _prefix_names(checkpoint.names) if prefixed else {}
     unused = checkpoint.names & set(UNUSED)
-    refuse_leftovers(checkpoint.names - set(names) - set(prefix) - unused, title, where)
+    refuse_leftovers(checkpoint.names - set(names) - set(prefix) - unused - {EMBEDDING}, title, where)
     stored = checkpoint.tensors(set(names) | set(prefix))
     tensors = {ours: stored[theirs] for theirs, ours in names.items()}
     hidden = len(tensors["heads.0.0.linear.weight"])
@@ -62,6 +71,13 @@ def read(checkpoint: Checkpoint, base: Base | None = None) -> Reading:
         parts = {ours: stored[theirs] for theirs, ours in prefix.items()}
         shape = asdict(_prefix_shape(checkpoint, base, parts, hidden))
         tensors |= {f"prefix.{name}": tensor for name, tensor in parts.items()}
+    copied: tuple[str, ...] = ()
+    vocab = rows
+    if EMBEDDING in checkpoint.names:
+        vocab, note = copied_embedding(checkpoint, EMBEDDING, hidden, base)
+        copied = (note,)
+    if vocab != rows:
+        raise HeadsError(f"{where}: projections of {rows} rows and an embedding of {vocab}")
     said = config.get("hydra_num_heads")
     notes = [] if said in (None, heads) else [f"config.json says {said} heads, the tensors are of {heads}"]
     notes += [f"{name}, which their forward does not use, is left out" for name in sorted(unused)]
@@ -78,7 +94,7 @@ def read(checkpoint: Checkpoint, base: Base | None = None) -> Reading:
         projection_bias=True,
         base_model_name_or_path=base_name(checkpoint),
     )
-    return Reading(title, heads_config, tensors, where, tuple(notes))
+    return Reading(title, heads_config, tensors, where, (*copied, *notes))
 
 
 def _refuse_variants(checkpoint: Checkpoint, prefixed: bool) -> None:

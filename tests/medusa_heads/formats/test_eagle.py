@@ -379,8 +379,13 @@ def test_hydra(tmp_path: Path, prefix: bool) -> None:
     base = tiny_base()
     base.config.rms_norm_eps = LLAMA["rms_norm_eps"]
     base.config.intermediate_size = LLAMA["intermediate_size"]
-    tensors = hydra_tensors(prefix)
-    store(tmp_path, HYDRA | ({"hydra_head_arch": "prefix-mlp"} if prefix else {}), "hydra_lm_head.pt", tensors)
+    embedding = base.model.get_input_embeddings().weight.detach().clone()
+    tensors = hydra_tensors(prefix) | {"input_embed_fn.weight": embedding}
+    said = HYDRA | ({"hydra_head_arch": "prefix-mlp"} if prefix else {})
+    store(tmp_path, said, "hydra_lm_head.pt", tensors | {"input_embed_fn.weight": embedding + 1})
+    with pytest.raises(HeadsError, match="its embedding is not that of the base 'tiny-llama'"):
+        load_heads(tmp_path, base=base)
+    store(tmp_path, said, "hydra_lm_head.pt", tensors)
     heads: Any = load_heads(tmp_path, base=base)
     assert isinstance(heads, HydraHeads)
     ahead = torch.randn(1, T, 2, HIDDEN, generator=GENERATOR)
