@@ -120,8 +120,8 @@ def measure(
             names = list(methods)
             for name in names[place % len(names) :] + names[: place % len(names)]:
                 ask = partial(methods[name], seed=options.seed + place * size)
-                (tokens, forwards), seconds = timed(ask, batch, base.device)
-                totals[name] = [sum(pair) for pair in zip(totals[name], (tokens, forwards, seconds), strict=True)]
+                counts, seconds = timed(ask, batch, base.device)
+                totals[name] = [sum(pair) for pair in zip(totals[name], (*counts, seconds), strict=True)]
         for name, (tokens, forwards, seconds) in totals.items():
             entry: dict[str, Any] = {"batch_size": size, "method": name, "new_tokens": int(tokens)}
             entry |= {"seconds": round(seconds, 4), "tokens_per_second": round(tokens / seconds, 2)}
