@@ -28,6 +28,10 @@ PRIOR = 0.4
 """Chance of a source's first candidate at a depth, given its parent, where the source makes no estimate; the next one
 has the same share of what is left, and so on."""
 
+RESTING = 0.3
+"""A source whose first guesses come true less often than this share of what was expected is asked only now and then: as
+often as its failures fade (`History.fade`)."""
+
 
 class CombinedDrafter:
     """Drafters of one base in one tree.
@@ -62,7 +66,7 @@ class CombinedSession:
         self.drafter = drafter
         self.sessions = [source.start(rows) for source in drafter.drafters]
         self.seen = SeenText(len(rows))
-        self.rows = [_RowState() for _ in rows]
+        self.rows = [_RowState(row) for row in rows]
 
     def share(self, cache: TreeCache) -> None:
         for session in self.sessions:
@@ -78,7 +82,8 @@ class CombinedSession:
         limit = self.drafter.nodes if nodes is None else min(nodes, self.drafter.nodes)
         for state, seen, root in zip(self.rows, self.seen.ids, roots, strict=True):
             state.learn([*seen, root])
-        drafts = [session.draft(roots, limit) for session in self.sessions]
+        limits = [1 if self._rests(source) else limit for source in range(len(self.sessions))]
+        drafts = [session.draft(roots, own) for session, own in zip(self.sessions, limits, strict=True)]
         ids = [draft.tokens.tolist() for draft in drafts]
         trees: list[Tree] = []
         tokens: list[list[int]] = []
@@ -103,6 +108,11 @@ class CombinedSession:
         padded = torch.tensor([row + [0] * (width - len(row)) for row in tokens], device=self.drafter.device)
         return Draft(trees, padded, laws if any(law is not None for law in laws) else None, reach)
 
+    def _rests(self, source: int) -> bool:
+        """Whether no row expects anything of a source. Rows whose drafts are drawn are always asked for: what is drawn
+        from a row's generator must not hang on the rows beside it."""
+        return all(not state.drawn and state.history.ratio((source, 1)) < RESTING for state in self.rows)
+
     def keep_rows(self, rows: Sequence[int]) -> None:
         self.seen.keep_rows(rows)
         self.rows = [self.rows[row] for row in rows]
@@ -111,7 +121,7 @@ class CombinedSession:
 
     def resume(self, row: DraftRow, length: int) -> None:
         self.seen.truncate(length)
-        self.rows = [_RowState()]
+        self.rows = [_RowState(row)]
         for session in self.sessions:
             session.resume(row, length)
 
@@ -152,7 +162,8 @@ def prior_chances(tree: Tree) -> list[float]:
 class _RowState:
     """What came of each source's guesses in one row; the last round's, until it is known."""
 
-    def __init__(self) -> None:
+    def __init__(self, row: DraftRow) -> None:
+        self.drawn = row.temperature > 0.0
         self.history = History()
         self.tries: list[Trie] = []
         self.drafted_at = 0

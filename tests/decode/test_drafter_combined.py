@@ -28,6 +28,7 @@ class Scripted:
     def __init__(self, tokens: list[int], layers: Sequence[int] = (), law: torch.Tensor | None = None):
         self.chain, self.layers, self.law = tokens, layers, law
         self.observed: list[BaseOutput] = []
+        self.asked: list[int | None] = []
 
     def start(self, rows: Sequence[DraftRow]) -> Scripted:
         return self
@@ -36,9 +37,10 @@ class Scripted:
         self.observed.append(output)
 
     def draft(self, roots: Sequence[int], nodes: int | None = None) -> Draft:
-        tree = Tree.chain(1 + len(self.chain))
+        self.asked.append(nodes)
+        tree = Tree.chain(1 if nodes == 1 else 1 + len(self.chain))
         laws = None if self.law is None else [[self.law] * tree.size]
-        return Draft([tree], torch.tensor([[roots[0], *self.chain]]), laws)
+        return Draft([tree], torch.tensor([[roots[0], *self.chain][: tree.size]]), laws)
 
     def keep_rows(self, rows: Sequence[int]) -> None: ...
 
@@ -83,6 +85,19 @@ def test_the_budget_goes_to_the_source_that_was_right_lately() -> None:
         show(session, [2, 8, 9, 10])
         draft = session.draft([2])
     assert drafted(draft) == {(2, 8, 9, 10)}, "what is right changes"
+
+
+def test_a_source_that_is_never_right_rests_and_is_tried_again() -> None:
+    good, bad = Scripted([5, 6]), Scripted([8, 9])
+    session = session_of(bad, good)
+    for _ in range(400):
+        session.draft([2])
+        show(session, [2, 5, 6])
+    assert all(nodes != 1 for nodes in good.asked), "what is right is always asked"
+    resting = [nodes == 1 for nodes in bad.asked]
+    assert not any(resting[:10]) and sum(resting) > 200
+    first = resting.index(True)
+    assert not all(resting[first:]), "it gets another chance now and then"
 
 
 def test_drawn_rows_take_one_sources_tree_with_its_law() -> None:
