@@ -61,6 +61,39 @@ def test_cached_live_and_all_position_sources_give_the_same_batch(tmp_path):
     ]
 
 
+def test_whole_rows_of_cached_and_live_states_are_the_rows_end_to_end(tmp_path):
+    base, examples = tiny_base(), random_examples()
+    write_features(base, examples, tmp_path, dataclasses.replace(SETTINGS, positions="all", layers=(0, 1)))
+    rows, names = [5, 0, 3], ["layer_1", "last"]
+    for source in (FeatureStore(tmp_path), LiveStates(base, examples, 64)):
+        source.require(names)
+        whole, packed = source.sequences(rows, names), source.batch(rows)
+        assert whole.lengths == [len(examples[r]) - 1 for r in rows] and whole.rows == rows
+        place = 0
+        for row, length in zip(rows, whole.lengths, strict=True):
+            part = slice(place, place + length)
+            fresh = base.forward(torch.tensor([examples[row].input_ids]), layers=(1,))
+            for got, state in zip(whole.features, (*fresh.layer_states, fresh.last_hidden_state), strict=True):
+                torch.testing.assert_close(got[part], state[0, :-1], rtol=1e-4, atol=1e-4)
+            assert whole.following[part].tolist() == list(examples[row].input_ids[1:])
+            assert whole.positions[part].tolist() == list(range(length))
+            place += length
+        torch.testing.assert_close(whole.states, packed.states)
+        torch.testing.assert_close(whole.features[1][whole.where], packed.states)
+        assert torch.equal(whole.following[whole.where], packed.next_ids)
+        assert torch.equal(whole.remaining, packed.remaining)
+        nothing = source.sequences([], names)
+        assert nothing.features[0].shape == (0, 32) and nothing.where.shape == nothing.positions.shape == (0,)
+
+
+def test_states_that_a_cache_lacks_are_named(tmp_path):
+    write_features(tiny_base(), random_examples(), tmp_path, SETTINGS)
+    with pytest.raises(FeaturesError, match=r"the states layer_3; .* was cached with positions: answers"):
+        FeatureStore(tmp_path).require(["last", "layer_3"])
+    with pytest.raises(FeaturesError, match="whole rows"):
+        FeatureStore(tmp_path).sequences([0], ["last"])
+
+
 def test_a_second_run_keeps_whole_shards_and_makes_only_what_changed(tmp_path):
     base, examples = tiny_base(), random_examples(7)
     first = write_features(base, examples[:5], tmp_path, SETTINGS)
