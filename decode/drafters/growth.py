@@ -61,6 +61,10 @@ class Growth(Protocol):
         """Topology, tokens of its nodes, and the laws that children were drawn from (see `decode.drafters.Draft`)."""
         ...
 
+    def reach(self) -> list[float] | None:
+        """By node, how likely it is to be kept; None where the growth makes no estimate."""
+        ...
+
 
 class LikeliestGrowth:
     """A dynamic tree.
@@ -111,9 +115,16 @@ class LikeliestGrowth:
         return sum(math.exp(self.scores[node]) for node in self.frontier)
 
     def finish(self) -> tuple[Tree, list[int], None]:
-        order = sorted(self.kept, key=self.paths.__getitem__)
-        tree = Tree.from_rank_paths([self.paths[node] for node in order])
-        return tree, [self.tokens[0], *(self.tokens[node] for node in order)], None
+        order = self._in_order()
+        tree = Tree.from_rank_paths([self.paths[node] for node in order[1:]])
+        return tree, [self.tokens[node] for node in order], None
+
+    def reach(self) -> list[float]:
+        return [math.exp(self.scores[node]) for node in self._in_order()]
+
+    def _in_order(self) -> list[int]:
+        """What is kept, the root included, as the finished tree numbers it."""
+        return [0, *sorted(self.kept, key=self.paths.__getitem__)]
 
 
 @lru_cache(maxsize=64)
@@ -188,6 +199,9 @@ class FilledGrowth:
     def finish(self) -> tuple[Tree, list[int], list[Tensor | None] | None]:
         return self.tree, self.tokens, self.laws
 
+    def reach(self) -> None:
+        """Ranks alone say nothing of how likely a node is."""
+
 
 def start_growths(
     choice: TreeChoice,
@@ -245,10 +259,8 @@ def grow(step: Step, growths: Sequence[Growth], rows: Tensor | None, device: tor
                 growth.take(logits[row, :size], Best(token_lists[row][:size], log_lists[row][:size]))
         width = max(len(growth.frontier) for growth in growths)
         parents = [growth.places + [0] * (width - len(growth.places)) for growth in growths]
-    return _draft([growth.finish() for growth in growths], device)
-
-
-def _draft(grown: Sequence[tuple[Tree, list[int], list[Tensor | None] | None]], device: torch.device) -> Draft:
+    grown = [growth.finish() for growth in growths]
     size = max(tree.size for tree, _, _ in grown)
-    tokens = torch.tensor([ids + [0] * (size - len(ids)) for _, ids, _ in grown], device=device)
-    return Draft([tree for tree, _, _ in grown], tokens, [laws for _, _, laws in grown])
+    padded = torch.tensor([ids + [0] * (size - len(ids)) for _, ids, _ in grown], device=device)
+    trees, laws = [tree for tree, _, _ in grown], [law for _, _, law in grown]
+    return Draft(trees, padded, laws, [growth.reach() for growth in growths])

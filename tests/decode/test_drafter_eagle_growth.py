@@ -23,6 +23,7 @@ from medusa_heads.errors import ConfigError
 
 CPU = torch.device("cpu")
 ROOTS = [7, 9]
+RULE = DynamicTree(4, 3, 12)
 
 
 class Table:
@@ -106,6 +107,16 @@ def test_nodes_come_depth_first_with_likelier_siblings_first() -> None:
         order = table.logits(path).argsort(descending=True).tolist()
         assert [tokens[child] for child in children] == order[: len(children)]
         assert [tree.ranks[child] for child in children] == list(range(len(children)))
+
+
+def test_a_draft_says_how_likely_each_node_is() -> None:
+    table = Table(7, seed=1)
+    shape = Tree.from_rank_paths([(0,), (1,)])
+    draft = grow(Table(7, rows=2, seed=1).step, [LikeliestGrowth(7, RULE), FilledGrowth(9, shape)], None, CPU)
+    assert draft.reach is not None and draft.reach[0] is not None and draft.reach[1] is None
+    tree, tokens = draft.trees[0], draft.tokens[0].tolist()
+    expected = [confidence(table, tuple(tokens[n] for n in tree.path(node)[1:])) for node in range(tree.size)]
+    assert draft.reach[0] == pytest.approx(expected)
 
 
 def test_no_step_is_taken_for_nodes_that_cannot_matter() -> None:
