@@ -17,7 +17,7 @@ from decode.engine import Decoder
 from decode.sampling import SamplingParams
 from decode.settings import GenerationSettings
 from decode.tree import Tree
-from decode.verify import Chooser, verify_sampled
+from decode.verify import Chooser, draw_siblings, verify_sampled
 from medusa_heads.base import Base, BaseOutput
 from medusa_heads.medusa import MedusaHeads
 from tests.decode.test_verify_exact import Prefix, assert_same_joint, emitted_tokens
@@ -84,6 +84,25 @@ TREES = {
 }
 
 
+def one_round(
+    drafter: MedusaDrafter,
+    base: Base,
+    prompt: list[int],
+    temperature: float,
+    law: Callable[[Prefix], Tensor],
+    chooser: Chooser,
+) -> Prefix:
+    session = drafter.start([DraftRow(prompt, temperature, cast(torch.Generator, chooser))])
+    draft = drafted(session, base, prompt)
+    drawn, tokens = draft.trees[0], draft.tokens[0].tolist()
+    assert draft.laws is not None and draft.laws[0] is not None
+
+    def node_law(node: int) -> Tensor:
+        return law((*prompt, *(tokens[n] for n in drawn.path(node)[1:])))
+
+    return emitted_tokens(tokens, verify_sampled(drawn, draft.tokens[0], draft.laws[0], node_law, chooser))
+
+
 @pytest.mark.parametrize("temperature", [1.0, 1.5])
 @pytest.mark.parametrize("draft_ids", [None, torch.tensor([3, 0, 2])], ids=["whole", "part of the vocabulary"])
 @pytest.mark.parametrize("name", sorted(TREES))
@@ -96,21 +115,25 @@ def test_a_round_has_the_law_of_the_base(
     drafter = MedusaDrafter(heads_for(base, 3, draft_ids), base, tree)
     prompt = [token % size for token in PROMPT]
     law = memoised_law(base, temperature)
-
-    def one_round(chooser: Chooser) -> Prefix:
-        session = drafter.start([DraftRow(prompt, temperature, cast(torch.Generator, chooser))])
-        draft = drafted(session, base, prompt)
-        drawn, tokens = draft.trees[0], draft.tokens[0].tolist()
-        assert draft.laws is not None and draft.laws[0] is not None
-
-        def node_law(node: int) -> Tensor:
-            return law((*prompt, *(tokens[n] for n in drawn.path(node)[1:])))
-
-        return emitted_tokens(tokens, verify_sampled(drawn, draft.tokens[0], draft.laws[0], node_law, chooser))
-
-    emitted = enumerate_law(one_round)
+    emitted = enumerate_law(lambda chooser: one_round(drafter, base, prompt, temperature, law, chooser))
     assert len(emitted) > size, "some drafts are accepted, in more than one way"
     assert_same_joint(emitted, law, size, tree.depth + 1, tuple(prompt))
+
+
+def test_one_list_for_all_depths_would_not_be_exact(enumerate_law: Enumerate, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes of a depth may share their draws; depths may not."""
+    base, tree, prompt = small_base(3), TREES["depth 2"], [1, 0, 2]
+    drafter, law = MedusaDrafter(heads_for(base, 3), base, tree), memoised_law(base, 1.0)
+
+    def copied(q: Tensor, count: int, chooser: Any) -> list[int]:
+        if not hasattr(chooser, "first"):
+            chooser.first = draw_siblings(q, 3, chooser)
+        return chooser.first[:count]
+
+    monkeypatch.setattr("decode.drafters.medusa.draw_siblings", copied)
+    emitted = enumerate_law(lambda chooser: one_round(drafter, base, prompt, 1.0, law, chooser))
+    with pytest.raises(AssertionError):
+        assert_same_joint(emitted, law, 3, tree.depth + 1, tuple(prompt))
 
 
 @pytest.mark.parametrize("own", [False, True])
