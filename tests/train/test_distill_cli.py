@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -99,15 +101,21 @@ def test_a_server_that_dies_ends_the_command_in_one_line_and_the_next_goes_on(
 def test_ctrl_c_leaves_whole_rows_and_says_how_to_go_on(
     server: LoopbackServer, base: Path, prompts: Path, tmp_path: Path
 ) -> None:
+    arguments = ["--prompts", prompts, "--base", base, "--out", tmp_path / "out", "--server", server.url]
+    command = [sys.executable, "-m", "train.distill", *map(str, arguments), "--concurrency", "2"]
+    started = threading.Event()
+
     def reply(number: int, body: dict[str, Any]) -> Reply:
         if number == 30:
-            signal.raise_signal(signal.SIGINT)
+            started.wait(60)
+            process.send_signal(signal.SIGINT)
         return 200, completion()
 
     server.reply = reply
-    arguments = ["--prompts", prompts, "--base", base, "--out", tmp_path / "out", "--server", server.url]
-    result = distil(*arguments, "--concurrency", 2)
-    assert result.exit_code == 130 and "the same command goes on from there" in result.stderr
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    started.set()
+    complaint = process.communicate(timeout=300)[1]
+    assert process.returncode == 130 and "the same command goes on from there" in complaint
     kept = [row["id"] for row in read_rows(tmp_path / "out")]
     assert 10 <= len(kept) < 40
     assert json.loads((tmp_path / "out" / "summary.json").read_text())["total"]["rows"] == len(kept)
