@@ -14,7 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from medusa_heads.base import Base
 
-DATA = Path(os.environ.get("STORIES260K", "stories260K"))
+BESIDE = Path(__file__).resolve().parents[3] / "shared" / "data" / "fixtures"
+DATA = Path(os.environ.get("STORIES260K", BESIDE))
 """Directory of the two files, which are not part of the project (karpathy/tinyllamas, MIT)."""
 WEIGHTS, VOCABULARY = DATA / "stories260K.bin", DATA / "tok512.bin"
 
