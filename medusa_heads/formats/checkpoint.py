@@ -118,9 +118,9 @@ def read_pickle(path: Path) -> dict[str, Tensor]:
     """The state dict in a file of torch.save; nothing in it is executed (`weights_only=True`)."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
+    except pickle.UnpicklingError:  # torch's own message advises to execute the file: it is not passed on
         raise HeadsError(
-            f"{path} is a pickle that holds more than tensors, or is damaged; it was not executed: {_first_line(error)}"
+            f"{path} is a pickle that holds more than tensors, or is damaged; it was not executed"
         ) from None
     except Exception as error:  # whatever the unpickler trips over in a damaged file
         raise HeadsError(f"{path} is damaged or no file of tensors: {_first_line(error)}") from None
