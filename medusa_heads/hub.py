@@ -57,8 +57,7 @@ def open_heads(directory: Path, base: Base | None = None, named: str | None = No
         base: what some formats leave to the base is taken from it.
         named: a base whose config is asked for that instead, if it lies on this machine.
     """
-    if not (directory / CONFIG).is_file():
-        raise HeadsError(f"{directory} has no {CONFIG}: not a directory of heads")
+    _check_is_heads(directory)
     if is_own(directory):
         weights = directory / WEIGHTS
         return Reading(OWN_TYPE, read_config(directory), read_weights(weights), weights)
@@ -69,8 +68,7 @@ def open_heads(directory: Path, base: Base | None = None, named: str | None = No
 
 def base_of(directory: Path) -> tuple[str | None, str | None]:
     """The name and revision of the base that heads say they belong to; no weights are read for it."""
-    if not (directory / CONFIG).is_file():
-        raise HeadsError(f"{directory} has no {CONFIG}: not a directory of heads")
+    _check_is_heads(directory)
     if not is_own(directory):
         return base_of_foreign(directory), None
     config = read_config(directory)
@@ -79,7 +77,13 @@ def base_of(directory: Path) -> tuple[str | None, str | None]:
 
 def family_of(directory: Path) -> str:
     """The family of heads that a directory holds, in this project's layout or another's; no weights are read for it."""
+    _check_is_heads(directory)
     return read_config(directory).family if is_own(directory) else foreign_facts(directory)[0]
+
+
+def _check_is_heads(directory: Path) -> None:
+    if not (directory / CONFIG).is_file():
+        raise HeadsError(f"{directory} has no {CONFIG}: not a directory of heads")
 
 
 def weights_file(directory: Path) -> Path:

@@ -11,6 +11,7 @@ draft, and what it lacks is read then, so that rounds in which nothing is drafte
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,6 +24,7 @@ from decode.drafters.adaptive import Reach, Record, remember
 from decode.drafters.growth import grow
 from decode.drafters.passes import TreePasses, read_texts
 from decode.drafters.seen import SeenText
+from decode.drafters.specs import check_kinds
 from medusa_heads.base import Base, BaseOutput
 from medusa_heads.errors import ConfigError, HeadsError
 
@@ -116,8 +118,9 @@ class ModelDrafter:
         from decode.drafters.crossmodel import drafter_for
 
         way = reach.pop("way", None)
+        limits = reach_of(reach)
         model = Base.load(str(name), dtype=dtype or base.dtype, device=device or base.device)
-        return drafter_for(model, base, way=way, reach=reach_of(reach))
+        return drafter_for(model, base, way=way, reach=limits)
 
     def start(self, rows: Sequence[DraftRow]) -> ModelSession:
         return ModelSession(self, rows)
@@ -125,11 +128,12 @@ class ModelDrafter:
 
 def reach_of(options: dict[str, Any]) -> Reach:
     """A `Reach` from a user's options. Raises ConfigError for one that is none."""
-    try:
-        return Reach(**options)
-    except TypeError:
-        known = ", ".join(Reach.__dataclass_fields__)
-        raise ConfigError(f"unknown options of a draft: {', '.join(sorted(options))}; there are {known}") from None
+    kinds = {field.name: str(field.type) for field in fields(Reach)}
+    unknown = sorted(set(options) - set(kinds))
+    if unknown:
+        raise ConfigError(f"unknown options of a draft: {', '.join(unknown)}; there are {', '.join(kinds)}")
+    check_kinds("a draft", options, kinds)
+    return Reach(**options)
 
 
 class ModelSession:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 FAMILIES = {"medusa": "MedusaDrafter", "eagle": "EagleDrafter", "hydra": "HydraDrafter"}
 OWN_HEADS = "heads"
 """The name of heads that are given apart, or embedded."""
+LOOKUP = "lookup"
 
 
 def load(name: str | Path, base: Base, heads: str | Path | None, options: Mapping[str, Any]) -> Drafter:
@@ -37,9 +38,12 @@ Part = tuple[str, str, dict[str, Any]]
 
 
 def parse_all(name: str | Path) -> list[Part]:
-    """The parts of a name; a path that is there is one of heads, whatever it is called."""
-    if isinstance(name, Path) or Path(name).exists():
-        return [("heads", str(name), {})]
+    """The parts of a name. A path is one of heads, whatever it is called, and so is a text that is a path which is
+    there; but `heads` and `lookup` always mean what they say, and a directory of that name is written `./heads`."""
+    if isinstance(name, Path):
+        return [("heads", str(name.absolute()), {})]
+    if name not in (OWN_HEADS, LOOKUP) and Path(name).exists():
+        return [("heads", name, {})]
     return [parse(part) for part in name.split("+")]
 
 
@@ -57,7 +61,7 @@ def parse(part: str) -> Part:
             raise ConfigError(f"a setting of a drafter is written key=value, not {setting!r} (in {part!r})")
         options[key.strip()] = _value(value.strip())
     kind, colon, value = name.strip().partition(":")
-    if kind == "lookup" and not colon:
+    if kind == LOOKUP and not colon:
         return kind, "", options
     if kind in ("model", "exit") and value:
         return kind, value, options
@@ -78,10 +82,10 @@ def _value(text: str) -> int | float | str:
 
 
 def _one(kind: str, value: str, base: Base, heads: str | Path | None, options: dict[str, Any]) -> Drafter:
-    if kind == "lookup":
+    if kind == LOOKUP:
         from decode.drafters.lookup import LookupDrafter
 
-        return _made(LookupDrafter, (base,), options, "lookup")
+        return _made(LookupDrafter, (base,), options, LOOKUP)
     if kind == "model":
         from decode.drafters.model import ModelDrafter
 
@@ -111,8 +115,18 @@ def _heads(name: str | Path, base: Base, options: dict[str, Any]) -> Drafter:
 
 
 def _made(make: Callable[..., Any], arguments: tuple[Any, ...], options: dict[str, Any], what: str) -> Any:
-    known = [p.name for p in inspect.signature(make).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    known = {p.name: str(p.annotation) for p in inspect.signature(make).parameters.values() if p.kind is p.KEYWORD_ONLY}
     unknown = sorted(set(options) - set(known))
     if unknown:
         raise ConfigError(f"{what} has no setting {', '.join(unknown)}; there are {', '.join(known)}")
+    check_kinds(what, options, known)
     return make(*arguments, **options)
+
+
+def check_kinds(what: str, options: Mapping[str, Any], annotations: Mapping[str, str]) -> None:
+    """Raises ConfigError for a number or text where an annotation, such as `int | None`, has no place for it."""
+    for key, value in options.items():
+        kinds = {kind.strip() for kind in annotations[key].split("|")}
+        fits = {int: {"int", "float"}, float: {"float"}, str: {"str"}}.get(type(value))
+        if fits is not None and not fits & kinds:
+            raise ConfigError(f"{what}: {key} is {' or '.join(sorted(kinds - {'None'}))}, not {value!r}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,13 +12,13 @@ from decode.drafters import Draft, DraftRow, load_drafter
 from decode.drafters.combined import CombinedDrafter, CombinedSession, Offer, prior_chances
 from decode.drafters.early_exit import EarlyExitDrafter
 from decode.drafters.lookup import LookupDrafter
-from decode.drafters.specs import parse
+from decode.drafters.specs import parse, parse_all
 from decode.drafters.trie import Trie
 from decode.engine import Decoder
 from decode.settings import GenerationSettings
 from decode.tree import Tree
 from medusa_heads.base import BaseOutput
-from medusa_heads.errors import ConfigError
+from medusa_heads.errors import ConfigError, HeadsError
 from tests.conftest import tiny_base
 from tests.decode.drafters import REPETITIVE, greedy_by_hand
 
@@ -145,6 +146,7 @@ def test_one_argument_swaps_drafters() -> None:
     base = tiny_base()
     for name, kind in (("lookup,nodes=5", LookupDrafter), ("exit:1,width=2", EarlyExitDrafter)):
         assert isinstance(load_drafter(name, base), kind)
+    assert load_drafter("lookup,least=1", base).least == 1  # type: ignore[attr-defined]
     assert load_drafter("lookup", base, depth=3).depth == 3  # type: ignore[attr-defined]
     both = load_drafter("exit:1,depth=2+lookup,nodes=5", base)
     assert isinstance(both, CombinedDrafter) and both.drafters[0].reach.depth == 2  # type: ignore[attr-defined]
@@ -160,7 +162,12 @@ def test_one_argument_swaps_drafters() -> None:
         ("exit:two", "names a number of layers"),
         ("exit", "exit needs a value: exit:L"),
         ("exit:9", "not a part of them"),
-        ("exit:1,reach=2", "unknown options of a draft"),
+        ("exit:1,reach=2", "unknown options of a draft: reach; there are depth"),
+        ("exit:1,depth=two", "a draft: depth is int, not 'two'"),
+        ("lookup,nodes=many", "lookup: nodes is int, not 'many'"),
+        ("lookup,nodes=1.5", "lookup: nodes is int, not 1.5"),
+        ("smollm2-135m,tree=5", "heads of the family medusa: tree is Tree, not 5"),
+        ("model:nowhere,depth=two", "a draft: depth is int, not 'two'"),
         ("model:", "model needs a value"),
         ("lookup+", "a drafter has a name"),
         ("heads+lookup", "no embedded heads for the base"),
@@ -178,3 +185,17 @@ def test_settings_are_read_as_numbers_where_they_are() -> None:
         {"width": 3, "node_floor": 0.1, "way": "text"},
     )
     assert parse("me/heads") == ("heads", "me/heads", {})
+
+
+def test_directories_do_not_take_the_names_of_drafters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("heads", "lookup", "me+you"):
+        Path(name).mkdir()
+    base = tiny_base()
+    assert isinstance(load_drafter("lookup", base), LookupDrafter)
+    with pytest.raises(ConfigError, match="no embedded heads for the base"):
+        load_drafter("heads", base)
+    for path in (Path("heads"), Path("lookup"), "./heads", "me+you"):
+        with pytest.raises(HeadsError, match="not a directory of heads"):
+            load_drafter(path, base)
+    assert parse_all("heads+lookup") == [("heads", "heads", {}), ("lookup", "", {})]
