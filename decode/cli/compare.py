@@ -62,7 +62,12 @@ class Comparison:
 def compare(
     prompt: Annotated[str | None, typer.Argument(help="One user turn; default: four prompts of its own.")] = None,
     input_path: Annotated[
-        str | None, typer.Option("--input", metavar="IN.jsonl", help="Rows as of generate; - is standard input.")
+        str | None,
+        typer.Option(
+            "--input",
+            metavar="IN.jsonl",
+            help="Rows as of generate; - is standard input. With --all a file of {question_id, category, turns}.",
+        ),
     ] = None,
     base: common.BaseOption = None,
     heads: common.HeadsOption = None,
@@ -100,8 +105,15 @@ def compare(
     cost and how many are kept, tokens/s, and the speed-up that the formula predicts.
     """
     if compare_all:
-        if drafter is not None or acceptance is not common.Acceptance.exact or (top_k, top_p) != (0, 1.0):
-            raise UserError("--all compares exact ways over the whole law: leave --drafter, --acceptance, --top-… out")
+        approximate = (
+            acceptance is not common.Acceptance.exact or typical_epsilon is not None or typical_alpha is not None
+        )
+        if drafter is not None or approximate or (top_k, top_p) != (0, 1.0):
+            raise UserError(
+                "--all compares exact ways over the whole law: leave --drafter, --acceptance, --typical-…, --top-… out"
+            )
+        if prompt is not None and input_path is not None:
+            raise UserError("a prompt and --input are both given: leave one out")
         from decode.paradigms import Plan
         from decode.paradigms_report import text
 

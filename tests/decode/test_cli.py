@@ -471,6 +471,8 @@ def test_compare_all_tells_every_way_in_one_table(base_dir: Path, heads_dir: Pat
     alone = run(*options, "--base", base_dir, "--way", "lookup", "--json")
     ways = json.loads(alone.stdout)["temperatures"]["0.0"]
     assert list(ways) == ["plain", "lookup"] and ways["lookup"]["against_plain"]["same_text"] == 1
-    refused = run(*options, "--heads", heads_dir, "--drafter", "lookup")
-    assert refused.exit_code == 2 and "--all compares exact ways" in refused.stderr
+    for clash in (("--drafter", "lookup"), ("--typical-alpha", 0.2)):
+        refused = run(*options, "--heads", heads_dir, *clash)
+        assert refused.exit_code == 2 and "--all compares exact ways" in refused.stderr
+    assert "a prompt and --input are both given" in run(*options, "--heads", heads_dir, "hello").stderr
     assert "go with --all" in run("compare", "--heads", heads_dir, "--way", "lookup").stderr
