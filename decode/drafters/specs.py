@@ -38,10 +38,10 @@ Part = tuple[str, str, dict[str, Any]]
 
 
 def parse_all(name: str | Path) -> list[Part]:
-    """The parts of a name. A path is one of heads, whatever it is called, and so is a text that is a path which is
-    there; but `heads` and `lookup` always mean what they say, and a directory of that name is written `./heads`."""
+    """The parts of a name. A `Path` is one of heads, and so is a text that is a path which is there; but the texts
+    `heads` and `lookup` always mean what they say, and a directory of that name is written `./heads`."""
     if isinstance(name, Path):
-        return [("heads", str(name.absolute()), {})]
+        return [("heads", str(name.absolute() if name.exists() else name), {})]
     if name not in (OWN_HEADS, LOOKUP) and Path(name).exists():
         return [("heads", name, {})]
     return [parse(part) for part in name.split("+")]
