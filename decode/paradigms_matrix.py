@@ -65,6 +65,8 @@ def matrix(
     }
     log = Log(directory / "rows.jsonl", asked)
     how = cost_plan or CostPlan()
+    if not (directory / "costs.json").is_file():
+        progress("first, what a pass of the base costs by its nodes: some hundred passes")
     costs = costs_of(base, directory / "costs.json", sizes=how.sizes, contexts=how.contexts, repeats=how.repeats)
     run(base, paradigms, plan, log, progress)
     added = {p.label: footprint(p.drafter, base) for p in paradigms if p.drafter is not None}

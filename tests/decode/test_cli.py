@@ -467,6 +467,8 @@ def test_compare_all_tells_every_way_in_one_table(base_dir: Path, heads_dir: Pat
     shown = run(*options, "--heads", heads_dir, "--output", tmp_path / "run")
     assert shown.exit_code == 0, shown.stderr
     assert all(way in shown.stdout for way in ("plain", "heads", "lookup", "exit:1", "heads+lookup"))
+    assert "what a pass of the base costs" in shown.stderr.splitlines()[0]
+    assert "what a pass" not in run(*options, "--heads", heads_dir, "--output", tmp_path / "run").stderr, "kept"
     assert (tmp_path / "run" / "result.json").is_file() and (tmp_path / "run" / "result.png").is_file()
     alone = run(*options, "--base", base_dir, "--way", "lookup", "--json")
     ways = json.loads(alone.stdout)["temperatures"]["0.0"]
