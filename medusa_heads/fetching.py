@@ -23,6 +23,8 @@ from medusa_heads.formats.checkpoint import CONFIG, SOURCES, shard_map
 WEIGHTS = "model.safetensors"
 EXTRAS = ("tree.json", "metrics.json", "training_config.yaml", "README.md")
 ASSETS = Path(__file__).parent / "assets"
+DEFAULT_HEADS = {"smollm2-135m": "smollm2-135m-eagle3"}
+"""The heads that the name of an embedded base stands for: the best of its embedded ones."""
 
 SAFE = tuple(name for names in SOURCES for name in names if ".safetensors" in name)
 PICKLES = tuple(name for names in SOURCES for name in names if ".safetensors" not in name)
@@ -42,7 +44,7 @@ def heads_directory(
 ) -> Path:
     """The local directory of heads named by a path, an embedded name or a Hub id; fetched if need be.
 
-    A path wins over an embedded name, and both over the Hub. `revision` belongs to the Hub alone; `subfolder` is a
+    A path wins over an embedded name, and both over the Hub; the name of an embedded base stands for its best heads. `revision` belongs to the Hub alone; `subfolder` is a
     directory below the named place. Pickles are fetched only from a repository without safetensors, and of a model
     that is stored together with its base only the shards that hold heads.
     """
@@ -50,8 +52,9 @@ def heads_directory(
     path = Path(name)
     if path.is_dir():
         return _existing(path / below, str(name), subfolder)
-    if (ASSETS / str(name) / CONFIG).is_file():
-        return ASSETS / str(name) / below
+    embedded = ASSETS / DEFAULT_HEADS.get(str(name), str(name))
+    if (embedded / CONFIG).is_file():
+        return embedded / below
 
     options: Any = {
         "token": token,

@@ -75,7 +75,7 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompts", type=Path, required=True, help="JSONL rows {question_id, category, turns}")
     parser.add_argument("--output", type=Path, required=True, help="JSON file of the figures")
     parser.add_argument("--base", default="smollm2-135m", help="as for medusa-decode")
-    parser.add_argument("--heads", default="smollm2-135m", help="as for medusa-decode")
+    parser.add_argument("--heads", default="smollm2-135m-medusa", help="as for medusa-decode")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.3, 0.7, 1.0, 1.5])
     parser.add_argument("--widths", nargs="+", type=int, default=[1, 2, 4, 8], help="numbers of siblings k")

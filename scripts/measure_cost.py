@@ -1,6 +1,6 @@
 """What a pass of a base over T nodes costs on this machine, and what drafting costs.
 
-    python scripts/measure_cost.py --output costs.json --heads smollm2-135m
+    python scripts/measure_cost.py --output costs.json --heads smollm2-135m-medusa
 
 Medians over alternating repetitions, quartiles beside them; see `decode.measure`. scripts/benchmark.py --costs draws
 the file, and `decode.tuning` chooses a tree by it.

@@ -1,6 +1,6 @@
 """Heads served by vLLM: are they the same text as without them, and accepted as often as here?
 
-    python scripts/serve_with_vllm.py --heads smollm2-135m --output docs/results/vllm
+    python scripts/serve_with_vllm.py --heads smollm2-135m-medusa --output docs/results/vllm
 
 Exports the heads (`medusa-decode convert --to vllm`), starts vLLM without and with them in an environment of its own
 (`--vllm`, made on first use), asks both for greedy completions of the same prompts over HTTP, and reads what vLLM's own
@@ -46,7 +46,7 @@ PROMPTS = (
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--heads", nargs="+", default=["smollm2-135m"], help="directories, Hub ids or embedded names")
+    parser.add_argument("--heads", nargs="+", default=["smollm2-135m-medusa"], help="directories, Hub ids or embedded names")
     parser.add_argument("--base", default="smollm2-135m", help="as for medusa-decode")
     parser.add_argument(
         "--prompts", type=Path, help="JSON lines with `turns` or `prompt`; default: six of the script's"

@@ -166,7 +166,7 @@ def test_one_argument_swaps_drafters() -> None:
         ("exit:1,depth=two", "a draft: depth is int, not 'two'"),
         ("lookup,nodes=many", "lookup: nodes is int, not 'many'"),
         ("lookup,nodes=1.5", "lookup: nodes is int, not 1.5"),
-        ("smollm2-135m,tree=5", "heads of the family medusa: tree is Tree, not 5"),
+        ("smollm2-135m-medusa,tree=5", "heads of the family medusa: tree is Tree, not 5"),
         ("model:nowhere,depth=two", "a draft: depth is int, not 'two'"),
         ("model:", "model needs a value"),
         ("lookup+", "a drafter has a name"),
