@@ -44,9 +44,10 @@ def heads_directory(
 ) -> Path:
     """The local directory of heads named by a path, an embedded name or a Hub id; fetched if need be.
 
-    A path wins over an embedded name, and both over the Hub; the name of an embedded base stands for its best heads. `revision` belongs to the Hub alone; `subfolder` is a
-    directory below the named place. Pickles are fetched only from a repository without safetensors, and of a model
-    that is stored together with its base only the shards that hold heads.
+    A path wins over an embedded name, and both over the Hub; the name of an embedded base stands for its best heads.
+    `revision` belongs to the Hub alone; `subfolder` is a directory below the named place. Pickles are fetched only from
+    a repository without safetensors, and of a model that is stored together with its base only the shards that hold
+    heads.
     """
     below = _below(subfolder)
     path = Path(name)

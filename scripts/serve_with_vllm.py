@@ -46,7 +46,9 @@ PROMPTS = (
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--heads", nargs="+", default=["smollm2-135m-medusa"], help="directories, Hub ids or embedded names")
+    parser.add_argument(
+        "--heads", nargs="+", default=["smollm2-135m-medusa"], help="directories, Hub ids, embedded names"
+    )
     parser.add_argument("--base", default="smollm2-135m", help="as for medusa-decode")
     parser.add_argument(
         "--prompts", type=Path, help="JSON lines with `turns` or `prompt`; default: six of the script's"
