@@ -69,7 +69,7 @@ def footprint(drafter: Drafter, base: Base) -> Footprint:
         size = model.dtype.itemsize
         return Footprint(model.num_parameters, model.num_parameters * size, kv_values(model) * size)
     heads: Any = drafter.heads  # type: ignore[attr-defined]
-    parameters, size = sum(p.numel() for p in heads.parameters()), base.dtype.itemsize
+    parameters, size = getattr(drafter, "num_parameters", None) or heads.num_parameters, base.dtype.itemsize
     kept: int | None = None
     if isinstance(drafter, EagleDrafter):
         shape = heads.config.shape

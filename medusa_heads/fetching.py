@@ -23,8 +23,8 @@ from medusa_heads.formats.checkpoint import CONFIG, SOURCES, shard_map
 WEIGHTS = "model.safetensors"
 EXTRAS = ("tree.json", "metrics.json", "training_config.yaml", "README.md")
 ASSETS = Path(__file__).parent / "assets"
-DEFAULT_HEADS = {"smollm2-135m": "smollm2-135m-eagle3"}
-"""The heads that the name of an embedded base stands for: the best of its embedded ones."""
+DEFAULT_HEADS = {"smollm2-135m": "smollm2-135m-medusa"}
+"""The heads that the name of an embedded base stands for: the fastest of its embedded ones (docs/paradigms.md)."""
 
 SAFE = tuple(name for names in SOURCES for name in names if ".safetensors" in name)
 PICKLES = tuple(name for names in SOURCES for name in names if ".safetensors" not in name)
@@ -44,7 +44,7 @@ def heads_directory(
 ) -> Path:
     """The local directory of heads named by a path, an embedded name or a Hub id; fetched if need be.
 
-    A path wins over an embedded name, and both over the Hub; the name of an embedded base stands for its best heads.
+    A path wins over an embedded name, and both over the Hub; the name of an embedded base stands for its fastest heads.
     `revision` belongs to the Hub alone; `subfolder` is a directory below the named place. Pickles are fetched only from
     a repository without safetensors, and of a model that is stored together with its base only the shards that hold
     heads.

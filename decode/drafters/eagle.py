@@ -49,6 +49,7 @@ class EagleDrafter:
         self.choice = TreeChoice.of(tree, drawn)
         self.layers: Sequence[int] = heads.layers
         self.heads = copy.deepcopy(heads).to(base.device, base.dtype).eval().requires_grad_(False)
+        self.num_parameters = heads.num_parameters  # packing hides those of the copy
         self.vocab_size = heads.config.vocab_size
         limits = [n for n in (base.max_positions, heads.config.shape.max_position_embeddings) if n is not None]
         self.max_positions = min(limits)

@@ -52,6 +52,7 @@ class HydraDrafter:
         if self.choice.depth > heads.config.num_heads:
             raise ConfigError(f"the tree is {self.choice.depth} deep, but there are {heads.config.num_heads} heads")
         self.heads = copy.deepcopy(heads).to(base.device, base.dtype).eval().requires_grad_(False)
+        self.num_parameters = heads.num_parameters  # packing hides those of the copy
         prefix = self.heads.prefix
         self.vocab_size = heads.config.vocab_size
         limits = [base.max_positions, None if prefix is None else heads.config.shape.max_position_embeddings]

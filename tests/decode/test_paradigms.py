@@ -10,9 +10,11 @@ import pytest
 
 from decode.benchmark.log import Log
 from decode.benchmark.prompts import Prompt
+from decode.drafters.eagle import EagleDrafter
 from decode.drafters.early_exit import EarlyExitDrafter
 from decode.drafters.lookup import LookupDrafter
 from decode.drafters.model import ModelDrafter
+from decode.dynamic import DynamicTree
 from decode.measure import Costs
 from decode.paradigms import (
     Paradigm,
@@ -30,6 +32,7 @@ from decode.paradigms_matrix import CostPlan, matrix
 from decode.paradigms_report import PARTS, acceptance_by_depth, cost_at, markdown, summarize, text
 from decode.speedup import expected_tokens_by_depth
 from medusa_heads.base import Base
+from medusa_heads.eagle import EagleHeads
 from medusa_heads.errors import ConfigError
 from tests.conftest import tiny_base, tiny_model, tiny_tokenizer
 from tests.decode.drafters import relative
@@ -99,6 +102,12 @@ def test_footprints_count_what_is_added() -> None:
     assert kv_values(draft) == 2 * 2 * 2 * 8 and added.cache_bytes_per_token == 4 * kv_values(draft)
     both = load_paradigms(base, ["exit:1+lookup"])[1].drafter
     assert both is not None and footprint(both, base).parameters == 0
+
+
+def test_a_footprint_counts_what_packing_hides() -> None:
+    base = tiny_base()
+    heads = EagleHeads.for_base(base)
+    assert footprint(EagleDrafter(heads, base, DynamicTree(3, 2, 6)), base).parameters == heads.num_parameters > 10_000
 
 
 def test_rules_are_named_by_temperature_and_drafter() -> None:
