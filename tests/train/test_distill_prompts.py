@@ -71,7 +71,7 @@ def test_jsonl_plain_and_gzip(tmp_path: Path) -> None:
         ("p.jsonl", b'{"prompt": "a"}\n{"prompt": ', "p.jsonl:2: not JSON"),
         ("p.jsonl", b"\xff\xfe", "cannot read"),
         ("p.jsonl.gz", b"not gzip", "cannot read"),
-        ("p.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n' * 99)[:30], "cannot read"),
+        ("p.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n' * 99, mtime=0)[:30], "cannot read"),
         ("missing.jsonl", None, "cannot read"),
     ],
 )
