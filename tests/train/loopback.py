@@ -22,6 +22,12 @@ def completion(text: str = "yes", reason: str = "stop", tokens: int = 2) -> dict
 Reply = tuple[int, Any]
 
 
+class QuietServer(ThreadingHTTPServer):
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Says nothing of clients that leave early: they are stopped in the middle of requests here, and what the
+        server writes to standard error would stand among what the command under test writes."""
+
+
 class LoopbackServer:
     """`reply(number of the request, its body)` gives status and body; text is sent as it is, the rest as JSON."""
 
@@ -69,7 +75,7 @@ class LoopbackServer:
 
             def log_message(self, *arguments: Any) -> None: ...
 
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http = QuietServer(("127.0.0.1", 0), Handler)
         self.http.daemon_threads = True
         self.url = f"http://127.0.0.1:{self.http.server_address[1]}/v1"
         threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()

@@ -112,7 +112,14 @@ def test_ctrl_c_leaves_whole_rows_and_says_how_to_go_on(
         return 200, completion()
 
     server.reply = reply
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    process = subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        # Where the tests run in the background of a shell, they and their children ignore the signal.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     started.set()
     complaint = process.communicate(timeout=300)[1]
     assert process.returncode == 130 and "the same command goes on from there" in complaint
