@@ -22,7 +22,7 @@ from medusa_heads.config import EagleConfig
 from medusa_heads.errors import ConfigError
 from medusa_heads.hub import HeadsHubMixin
 from medusa_heads.layer import DraftLayer, KeyValueStore, make_norm, shape_of
-from medusa_heads.medusa import check_draft_ids
+from medusa_heads.medusa import check_draft_ids, draft_vocabulary
 
 if TYPE_CHECKING:
     from medusa_heads.base import Base, BaseOutput
@@ -55,14 +55,7 @@ class EagleHeads(nn.Module, HeadsHubMixin):
         rows = config.draft_vocab_size or config.vocab_size
         if config.own_projection:
             self.lm_head = nn.Linear(size, rows, bias=False)
-        if config.draft_vocab_size is None:
-            self.register_buffer("draft_ids", None)
-        else:
-            ids = torch.arange(rows) if draft_ids is None else draft_ids.to(torch.int64).clone()
-            if ids.shape != (rows,):
-                raise ValueError(f"draft_ids has shape {tuple(ids.shape)}; draft_vocab_size is {rows}")
-            check_draft_ids(ids, config.vocab_size)
-            self.register_buffer("draft_ids", ids)
+        self.register_buffer("draft_ids", draft_vocabulary(config, draft_ids))
 
     @classmethod
     def for_base(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from medusa_heads.config import HydraConfig
 from medusa_heads.hub import HeadsHubMixin
 from medusa_heads.layer import DraftLayer, KeyValueStore, make_norm, shape_of
-from medusa_heads.medusa import ResidualBlock, check_draft_ids
+from medusa_heads.medusa import ResidualBlock, check_draft_ids, draft_vocabulary
 
 if TYPE_CHECKING:
     from medusa_heads.base import Base
@@ -92,14 +92,7 @@ class HydraHeads(nn.Module, HeadsHubMixin):
         if config.own_projection:
             bias = config.projection_bias
             self.lm_heads = nn.ModuleList(nn.Linear(size, rows, bias=bias) for _ in range(config.num_heads))
-        if config.draft_vocab_size is None:
-            self.register_buffer("draft_ids", None)
-        else:
-            ids = torch.arange(rows) if draft_ids is None else draft_ids.to(torch.int64).clone()
-            if ids.shape != (rows,):
-                raise ValueError(f"draft_ids has shape {tuple(ids.shape)}; draft_vocab_size is {rows}")
-            check_draft_ids(ids, config.vocab_size)
-            self.register_buffer("draft_ids", ids)
+        self.register_buffer("draft_ids", draft_vocabulary(config, draft_ids))
 
     @classmethod
     def for_base(

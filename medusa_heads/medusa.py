@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from medusa_heads.config import MedusaConfig
+from medusa_heads.config import HeadsConfig, MedusaConfig
 from medusa_heads.hub import HeadsHubMixin
 
 if TYPE_CHECKING:
@@ -23,6 +23,19 @@ def check_draft_ids(ids: Tensor, vocab_size: int) -> None:
     """Raises ValueError unless `ids` are distinct rows of the vocabulary."""
     if ids.min() < 0 or ids.max() >= vocab_size or len(ids.unique()) < len(ids):
         raise ValueError(f"draft_ids must be distinct ids within the vocabulary of {vocab_size}")
+
+
+def draft_vocabulary(config: HeadsConfig, draft_ids: Tensor | None) -> Tensor | None:
+    """The rows that new heads draft from: (draft_vocab_size,) int64; the first ones where none are given yet, as before
+    weights are loaded; None for all rows. Raises ValueError where ids and config contradict each other."""
+    rows = config.draft_vocab_size
+    if rows is None:
+        return None
+    ids = torch.arange(rows) if draft_ids is None else draft_ids.to(torch.int64).clone()
+    if ids.shape != (rows,):
+        raise ValueError(f"draft_ids has shape {tuple(ids.shape)}; draft_vocab_size is {rows}")
+    check_draft_ids(ids, config.vocab_size)
+    return ids
 
 
 class ResidualBlock(nn.Module):
@@ -57,14 +70,7 @@ class MedusaHeads(nn.Module, HeadsHubMixin):
         rows = config.draft_vocab_size or config.vocab_size
         if config.own_projection:
             self.lm_heads = nn.ModuleList(nn.Linear(size, rows, bias=False) for _ in range(config.num_heads))
-        if config.draft_vocab_size is None:
-            self.register_buffer("draft_ids", None)
-        else:
-            ids = torch.arange(rows) if draft_ids is None else draft_ids.to(torch.int64).clone()
-            if ids.shape != (rows,):
-                raise ValueError(f"draft_ids has shape {tuple(ids.shape)}; draft_vocab_size is {rows}")
-            check_draft_ids(ids, config.vocab_size)
-            self.register_buffer("draft_ids", ids)
+        self.register_buffer("draft_ids", draft_vocabulary(config, draft_ids))
 
     @classmethod
     def for_base(

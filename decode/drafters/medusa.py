@@ -87,7 +87,7 @@ class MedusaDrafter:
     @torch.no_grad()
     def logits(self, hidden_states: Tensor, depth: int) -> Tensor:
         """Of the first `depth` heads, over the vocabulary that they draft from: (B, h) → (B, depth, rows)."""
-        states = [block(hidden_states) for _, block in zip(range(depth), self.blocks, strict=False)]
+        states = [block(hidden_states) for block in self.blocks[:depth]]
         return self._project(torch.stack(states, dim=1))
 
     def likeliest(self, logits: Tensor, shape: _Shape) -> Tensor:
@@ -209,7 +209,7 @@ class _EachOwn(nn.Module):
         self.projections = nn.ModuleList(projections)
 
     def forward(self, states: Tensor) -> Tensor:
-        parts = zip(states.unbind(dim=1), self.projections, strict=False)
+        parts = zip(states.unbind(dim=1), self.projections[: states.shape[1]], strict=True)
         return torch.stack([project(state) for state, project in parts], dim=1)
 
 

@@ -113,7 +113,7 @@ def test_logits_and_scores_are_of_the_kept_tokens(base: Base, decoder: Decoder) 
         for own in (SamplingParams(), penalty, SamplingParams(temperature=0.5, top_k=4))
     ]
     results = decoder.generate_batch(PROMPTS[:3], settings)
-    for prompt, result in zip(PROMPTS, results, strict=False):
+    for prompt, result in zip(PROMPTS[:3], results, strict=True):
         assert result.logits is not None and result.scores is not None
         whole = whole_logits(base, prompt, result.token_ids)
         torch.testing.assert_close(result.logits, whole, atol=1e-4, rtol=1e-4)

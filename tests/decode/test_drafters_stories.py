@@ -22,7 +22,9 @@ from tests.decode.drafters import greedy_by_hand
 from tests.decode.stories import WEIGHTS, respelled, stories
 from tests.decode.test_sampling_law import LEVEL, p_values
 
-pytestmark = pytest.mark.skipif(not WEIGHTS.is_file(), reason="STORIES260K names no directory with stories260K.bin")
+pytestmark = pytest.mark.skipif(
+    not WEIGHTS.is_file(), reason="no stories260K.bin in ../shared/data/fixtures, nor where STORIES260K says"
+)
 
 REACH = Reach(depth=4, pass_cost=0.0)
 BUSHY = Reach(depth=3, width=3, nodes=8, pass_cost=0.0)
