@@ -95,8 +95,14 @@ class LossConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
+    name: Literal["adamw", "muon"] = "adamw"
+    """Muon takes the matrices between hidden states and leaves the rest to AdamW."""
     learning_rate: float = 1e-3
-    """Peak, after warm-up."""
+    """Peak, after warm-up; with Muon, of its matrices."""
+    adamw_learning_rate: float = 1e-3
+    """Muon: peak of what is left to AdamW."""
+    momentum: float = 0.95
+    """Muon's."""
     weight_decay: float = 0.0
     beta1: float = 0.9
     beta2: float = 0.99

@@ -13,6 +13,7 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 if __package__ in (None, ""):
@@ -31,6 +32,7 @@ from train.data import held_out
 from train.families import make_trainer
 from train.finish import finish
 from train.losses import head_weights
+from train.optimizers import make_optimizers
 from train.progress import Meter, peak_memory
 from train.sources import open_source
 from train.states import LiveStates
@@ -75,21 +77,14 @@ def train(config: TrainingConfig) -> Path:
     say(f"{len(train_rows):,} rows with {sum(sizes):,} positions to train on, {len(eval_rows):,} rows held out")
 
     settings = config.optimizer
-    optimizer = torch.optim.AdamW(
-        trainer.parameters(),
-        lr=settings.learning_rate,
-        betas=(settings.beta1, settings.beta2),
-        weight_decay=settings.weight_decay,
-        fused=True,
-    )
+    optimizers = make_optimizers(trainer, settings)
     steps_per_epoch = steps_in_epoch(sizes, config.positions_per_step)
     total = config.epochs * steps_per_epoch
     total = total if config.max_steps is None else min(total, config.max_steps)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: learning_rate_factor(step, total, settings.warmup_steps, settings.final_fraction)
-    )
-    model, optimizer = accelerator.prepare(trainer, optimizer)
-    accelerator.register_for_checkpointing(scheduler)
+    factor = partial(learning_rate_factor, total=total, warmup=settings.warmup_steps, final=settings.final_fraction)
+    schedulers = [torch.optim.lr_scheduler.LambdaLR(optimizer, factor) for optimizer in optimizers]
+    model, *optimizers = accelerator.prepare(trainer, *optimizers)
+    accelerator.register_for_checkpointing(*schedulers)
     step = 0
     checkpoint = latest_checkpoint(config.run_directory) if config.resume else None
     if checkpoint is not None:
@@ -121,12 +116,14 @@ def train(config: TrainingConfig) -> Path:
                     accelerator.backward(loss)
                     if accelerator.sync_gradients:
                         accelerator.clip_grad_norm_(trainer.parameters(), settings.max_grad_norm)
-                    optimizer.step()
-                    optimizer.zero_grad()
+                    for optimizer in optimizers:
+                        optimizer.step()
+                        optimizer.zero_grad()
                 meter.add(figures, tokens=sum(len(source.examples[r]) for r in shares[part]))
-            scheduler.step()
+            for scheduler in schedulers:
+                scheduler.step()
             step += 1
-            meter.step(step, step / steps_per_epoch, float(scheduler.get_last_lr()[0]))
+            meter.step(step, step / steps_per_epoch, float(schedulers[0].get_last_lr()[0]))
             stop = interrupt.agreed(accelerator)
             if stop or (step % config.checkpoint_every == 0 and step < total):
                 save_checkpoint(accelerator, config, step)

@@ -61,10 +61,16 @@ def test_a_run_leaves_a_whole_heads_directory(place, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "loss", [{}, {"teacher_weight": 1.0}, {"teacher_weight": 0.5, "teacher_temperature": 0.5, "sampled_rows": 20}]
+    "changes",
+    [
+        {},
+        {"loss": {"teacher_weight": 1.0}},
+        {"loss": {"teacher_weight": 0.5, "teacher_temperature": 0.5, "sampled_rows": 20}},
+        {"optimizer": {"name": "muon", "learning_rate": 0.02, "warmup_steps": 2}},
+    ],
 )
-def test_ten_steps_equal_five_and_five_bit_for_bit(place, tmp_path, loss):
-    settings = {"epochs": 8, "loss": loss, "checkpoint_every": 5}
+def test_ten_steps_equal_five_and_five_bit_for_bit(place, tmp_path, changes):
+    settings = {"epochs": 8, "checkpoint_every": 5, **changes}
     whole = run(place, tmp_path / "whole", max_steps=10, **settings)
     assert logged(whole)[-1]["epoch"] > 1
 
