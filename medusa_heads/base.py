@@ -146,6 +146,11 @@ class Base:
         return next((module for name, module in reversed(children) if "norm" in name or name == "ln_f"), None)
 
     @property
+    def decoder(self) -> Any:
+        """The model without its vocabulary projection: token ids or embeddings to states."""
+        return self._decoder
+
+    @property
     def query_groups(self) -> int:
         """Query heads that share a key head."""
         heads = int(self.config.num_attention_heads)
@@ -180,14 +185,8 @@ class Base:
             logits = torch.tanh(logits / cap) * cap
         return logits
 
-    def first_layers(self, count: int) -> Base:
-        """The base cut to its first `count` layers, before the same final norm and projection. All modules are shared,
-        so that nothing is copied and what one computes is what the other does.
-
-        Raises ConfigError for a count that is none, UnsupportedModelError where the layers cannot be told.
-        """
-        if not 0 < count < self.num_layers:
-            raise ConfigError(f"the base has {self.num_layers} layers: its first {count} are not a part of them")
+    def decoder_layers(self) -> tuple[str, nn.ModuleList]:
+        """The decoder's list of layers and its name there. Raises UnsupportedModelError where it cannot be told."""
         lists = [
             (name, module)
             for name, module in self._decoder.named_children()
@@ -198,7 +197,17 @@ class Base:
                 f"{type(self._decoder).__name__} has {len(lists)} lists of {self.num_layers} modules: its layers "
                 "cannot be told from others"
             )
-        name, layers = lists[0]
+        return lists[0]
+
+    def first_layers(self, count: int) -> Base:
+        """The base cut to its first `count` layers, before the same final norm and projection. All modules are shared,
+        so that nothing is copied and what one computes is what the other does.
+
+        Raises ConfigError for a count that is none, UnsupportedModelError where the layers cannot be told.
+        """
+        if not 0 < count < self.num_layers:
+            raise ConfigError(f"the base has {self.num_layers} layers: its first {count} are not a part of them")
+        name, layers = self.decoder_layers()
         config = copy.deepcopy(self.config)
         config.num_hidden_layers = count
         kinds = getattr(config, "layer_types", None)

@@ -50,17 +50,19 @@ class FeaturesConfig:
 
 @dataclass(frozen=True)
 class HeadsConfig:
-    family: Literal["medusa", "hydra", "eagle"] = "medusa"
+    family: Literal["medusa", "hydra", "eagle", "draft_model"] = "medusa"
+    """Three kinds of heads on the base's states, or a small model of the base's own kind that reads tokens alone."""
     num_heads: int = 4
     """Of Medusa and Hydra. An EAGLE head goes as deep as it is asked; `loss.unroll` says how deep it is trained."""
     num_layers: int = 1
-    """Layers of each Medusa or Hydra head."""
+    """Layers of each Medusa or Hydra head, or of a draft model."""
     prefix_attention: bool = False
     """Hydra: a decoder layer over the base's states before the heads read them."""
     version: Literal[1, 3] = 1
     """EAGLE: 1 reads the last state, 3 the fused states of several layers."""
     layers: tuple[int, ...] | None = None
-    """EAGLE-3: the layers whose entering states are fused; null: a low, a middle and a high one, as published."""
+    """EAGLE-3: the layers whose entering states are fused; null: a low, a middle and a high one, as published. Draft
+    model: the base's layers that it begins as copies of, one for each of its own; null: spread evenly."""
     own_projection: bool = False
     """Train a vocabulary projection for each head instead of sharing the base's."""
     draft_vocab_size: int | None = None
@@ -119,11 +121,12 @@ class EvaluationConfig:
     tree_nodes: int = 16
     """Node budget of the tree that is saved with the heads, the root included. Medusa's is static, the others' grow."""
     tree_width: int = 4
-    """Hydra, EAGLE: nodes that are read in a step of the dynamic tree that is saved."""
+    """All but Medusa: nodes that are read in a step of the dynamic tree that is saved."""
     walked_rows: int = 12
-    """Hydra, EAGLE: rows of each kind through which dynamic trees are drafted, to measure what they gain."""
+    """All but Medusa: rows of each kind through which dynamic trees are drafted, to measure what they gain."""
     depth: int | None = None
-    """EAGLE: tokens ahead that are measured; null: as many as were unrolled."""
+    """EAGLE: tokens ahead that are measured; null: as many as were unrolled. Draft model: tokens that a draft goes
+    ahead; null: 6."""
 
 
 @dataclass(frozen=True)
@@ -167,6 +170,8 @@ class TrainingConfig:
         for name in ("feature_weight", "feature_noise"):
             if getattr(self.loss, name) < 0.0:
                 raise ConfigError(f"loss.{name} must not be negative, but is {getattr(self.loss, name)}")
+        if self.evaluation.depth is not None and self.evaluation.depth < 1:
+            raise ConfigError(f"evaluation.depth must be at least 1, not {self.evaluation.depth}")
         for name in ("tree_nodes", "tree_width", "walked_rows"):
             if getattr(self.evaluation, name) < 1:
                 raise ConfigError(f"evaluation.{name} must be at least 1, not {getattr(self.evaluation, name)}")
@@ -183,8 +188,12 @@ class TrainingConfig:
         heads, loss = self.heads, self.loss
         belongs: dict[str, tuple[bool, bool]] = {
             "heads.prefix_attention": (heads.prefix_attention, heads.family == "hydra"),
-            "evaluation.depth": (self.evaluation.depth is not None, heads.family == "eagle"),
-            "heads.layers": (heads.layers is not None, heads.family == "eagle" and heads.version == 3),
+            "heads.own_projection": (heads.own_projection, heads.family != "draft_model"),
+            "evaluation.depth": (self.evaluation.depth is not None, heads.family in ("eagle", "draft_model")),
+            "heads.layers": (
+                heads.layers is not None,
+                heads.family == "draft_model" or (heads.family == "eagle" and heads.version == 3),
+            ),
             "loss.unroll": (loss.unroll > 1, heads.family == "eagle"),
             "loss.feature_noise": (loss.feature_noise > 0, heads.family == "eagle"),
             "loss.feature_weight": (loss.feature_weight > 0, heads.family == "eagle" and heads.version == 1),
@@ -193,6 +202,13 @@ class TrainingConfig:
             if given and not allowed:
                 version = f" version {heads.version}" if heads.family == "eagle" else ""
                 raise ConfigError(f"{name} does not belong to heads of family {heads.family}{version}")
+        if heads.family == "draft_model":
+            if heads.num_layers < 1:
+                raise ConfigError(f"heads.num_layers of a draft model must be at least 1, not {heads.num_layers}")
+            if heads.layers is not None and len(heads.layers) != heads.num_layers:
+                raise ConfigError(
+                    f"heads.layers names {len(heads.layers)} layers for the {heads.num_layers} of heads.num_layers"
+                )
 
     @property
     def run_directory(self) -> Path:

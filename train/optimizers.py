@@ -13,9 +13,12 @@ if TYPE_CHECKING:
 
 
 def make_optimizers(trainer: HeadsTrainer, settings: OptimizerConfig) -> list[torch.optim.Optimizer]:
-    """With `muon`, every linear layer's weight but the vocabulary projections goes to Muon (Jordan et al. 2024), its
-    updates scaled to the root mean square of AdamW's (Liu et al. 2025, "Muon is Scalable for LLM Training", equation 4);
-    norms, biases and projections go to AdamW at `adamw_learning_rate`."""
+    """One or two, which together train every parameter.
+
+    With `muon`, the weight of every linear layer but the vocabulary projections goes to Muon (Jordan et al. 2024),
+    updates scaled to the root mean square of AdamW's (Liu et al. 2025, "Muon is Scalable for LLM Training",
+    equation 4); norms, biases and projections go to AdamW at `adamw_learning_rate`.
+    """
     matrices = hidden_matrices(trainer) if settings.name == "muon" else []
     chosen = {id(p) for p in matrices}
     others = [p for p in trainer.parameters() if id(p) not in chosen]
@@ -41,6 +44,6 @@ def make_optimizers(trainer: HeadsTrainer, settings: OptimizerConfig) -> list[to
 
 def hidden_matrices(trainer: HeadsTrainer) -> list[nn.Parameter]:
     """Weights of linear layers between hidden states: all but the vocabulary projections."""
+    weights = {id(module.weight) for module in trainer.modules() if isinstance(module, nn.Linear)}
     projections = {id(p) for p in trainer.own_parameters}
-    layers = (module for module in trainer.modules() if isinstance(module, nn.Linear))
-    return [layer.weight for layer in layers if layer.weight.requires_grad and id(layer.weight) not in projections]
+    return [p for p in trainer.parameters() if id(p) in weights - projections]

@@ -49,17 +49,28 @@ def accepted_path(tree: Tree, tokens: Sequence[int], truth: Sequence[int]) -> in
 
 
 @torch.no_grad()
-def walk_rows(drafter: Drafter, source: StateSource, rows: Sequence[int], nodes: int | None = None) -> Walk:
+def walk_rows(
+    drafter: Drafter,
+    source: StateSource,
+    rows: Sequence[int],
+    nodes: int | None = None,
+    *,
+    reads_states: bool = True,
+) -> Walk:
     """Drafts through the answers of `rows`.
 
     Args:
         nodes: at most this many in a tree; None: as many as the drafter finds best.
+        reads_states: False for a drafter that goes by the tokens alone: it is shown none, and none are read.
     """
     walk = Walk()
     names = ["last", *(f"layer_{i}" for i in drafter.layers)]
     for row in rows:
-        found = source.row_states([row], names)
-        _walk_row(drafter, source, row, [kind[0] for kind in found], nodes, walk)
+        if reads_states:
+            states = [kind[0] for kind in source.row_states([row], names)]
+        else:
+            states = [source.no_states().new_zeros(len(source.examples[row]), 0)]
+        _walk_row(drafter, source, row, states, nodes, walk)
     return walk
 
 

@@ -54,7 +54,7 @@ def train(config: TrainingConfig) -> Path:
         dtype=config.base_dtype,
         device=accelerator.device,
         revision=config.base_revision,
-        prepack=config.features.directory is None,
+        prepack=False,
     )
     source = open_source(config, base)
     train_rows = [r for r in range(len(source)) if not held_out(source.examples[r].row_id, config.data.held_out)]
@@ -65,6 +65,8 @@ def train(config: TrainingConfig) -> Path:
     lengths = [len(source.examples[r]) for r in train_rows] if config.features.directory is None else None
 
     trainer = make_trainer(config, base, [source.examples[r] for r in train_rows])
+    if config.features.directory is None:
+        base.prepack()  # after the trainer was made, which may copy layers
     trainer.check_source(source)
     heads = trainer.heads
     say(

@@ -16,13 +16,14 @@ if TYPE_CHECKING:
     from decode.drafters import Drafter
     from decode.dynamic import DynamicTree
     from medusa_heads.base import Base
+    from medusa_heads.draft_model import DraftModel
     from medusa_heads.eagle import EagleHeads
     from medusa_heads.hydra import HydraHeads
     from medusa_heads.medusa import MedusaHeads
     from train.config import TrainingConfig
     from train.states import StateSource
 
-    Heads = MedusaHeads | HydraHeads | EagleHeads
+    Heads = MedusaHeads | HydraHeads | EagleHeads | DraftModel
 
 
 def row_labels(ids: Tensor | None, vocab_size: int) -> Tensor | None:
