@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError
@@ -12,6 +12,9 @@ from huggingface_hub.utils import validate_repo_id
 
 from medusa_heads.config import EagleConfig, HeadsConfig, HydraConfig, MedusaConfig
 from medusa_heads.formats.vllm_medusa import LOADER_OPTION
+
+if TYPE_CHECKING:
+    from medusa_heads.draft_model import Drafting, DraftModel
 
 TEMPLATE = """---
 {{ card_data }}
@@ -92,6 +95,69 @@ def model_card(
         method=_vllm_method(config),
         loader=_loader_option(config),
         tokens=config.num_heads if isinstance(config, MedusaConfig) else 3,
+    )
+    return str(card)
+
+
+DRAFT_TEMPLATE = """---
+{{ card_data }}
+---
+
+# Draft model for {{ base }}
+
+{{ layers }} of `{{ base }}`
+{%- if revision %} at revision `{{ revision }}`{% endif %}, trained further with medusa-heads to say what the base
+says, on text that the base wrote itself; embeddings and vocabulary projection are the base's. It proposes tokens, the
+base decides: decoded with medusa-heads, the text has the law of the base alone. On its own it is a poor language model.
+
+| | |
+|---|---|
+| parameters of its own | {{ parameters }} ({{ share }} of the base) |
+| drafts from | {{ vocabulary }} |
+{%- for name, value in facts.items() %}
+| {{ name }} | {{ value }} |
+{%- endfor %}
+
+## Use
+
+```
+pip install medusa-heads
+medusa-decode generate --base {{ base }} --drafter model:PATH "Why is the sky blue?"
+```
+
+It is an ordinary causal LM of transformers, with the base's tokenizer:
+
+```python
+from transformers import AutoModelForCausalLM
+
+base = AutoModelForCausalLM.from_pretrained("{{ served }}")
+base.generate(**inputs, assistant_model=AutoModelForCausalLM.from_pretrained("PATH"))
+```
+"""
+
+
+def draft_card(
+    draft: DraftModel, drafting: Drafting, *, base_parameters: int, facts: Mapping[str, Any] | None = None
+) -> str:
+    """The card of a draft model, as `model_card` writes it for heads."""
+    base, ids = drafting.base_model_name_or_path, drafting.draft_ids
+    linked = base if _is_repository(base) else None
+    card = ModelCard.from_template(
+        ModelCardData(
+            library_name="transformers",
+            base_model=linked,
+            tags=["medusa-heads", "draft-model", "speculative-decoding"],
+            pipeline_tag="text-generation",
+        ),
+        template_str=DRAFT_TEMPLATE,
+        base=base,
+        revision=drafting.base_revision,
+        layers=f"Layer{_plural(len(draft.layers))} {', '.join(map(str, draft.layers))} and the final norm",
+        parameters=f"{draft.num_parameters:,}",
+        share=f"{draft.num_parameters / base_parameters:.2%}",
+        vocabulary="the whole vocabulary" if ids is None else f"the {len(ids):,} most frequent tokens of its data",
+        facts=dict(facts or {}),
+        served=linked or "BASE",
     )
     return str(card)
 

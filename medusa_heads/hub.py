@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from medusa_heads.config import OWN_TYPE, HeadsConfig, config_from_dict
+from medusa_heads.draft_model import drafting_in
 from medusa_heads.errors import ConfigError, HeadsError
 from medusa_heads.fetching import EXTRAS, WEIGHTS, heads_directory, one_line
 from medusa_heads.formats import base_of_foreign, foreign_facts, is_own, read_foreign
@@ -67,8 +68,11 @@ def open_heads(directory: Path, base: Base | None = None, named: str | None = No
 
 
 def base_of(directory: Path) -> tuple[str | None, str | None]:
-    """The name and revision of the base that heads say they belong to; no weights are read for it."""
+    """The name and revision of the base that heads or a draft model say they belong to; no weights are read for it."""
     _check_is_heads(directory)
+    drafting = drafting_in(directory)
+    if drafting is not None:
+        return drafting.base_model_name_or_path, drafting.base_revision
     if not is_own(directory):
         return base_of_foreign(directory), None
     config = read_config(directory)

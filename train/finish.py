@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from decode.drafters.adaptive import Reach
 from decode.dynamic import DynamicTree
+from medusa_heads.draft_model import DraftModel
+from train.draft_model import DEPTH, DraftTrainer
 from train.evaluate import Ranks, best_tree, collect_ranks, path_probabilities, simulate, summarize
 from train.losses import Rows
 from train.progress import peak_bytes
@@ -56,6 +59,8 @@ class ChosenTree:
     """Acceptance length for each kind of rows."""
     by_nodes: dict[str, dict[str, float]]
     """The same for dynamic trees of other sizes; empty for a static tree."""
+    by_depth: dict[str, dict[str, float]] = field(default_factory=dict)
+    """The same for a draft model's chains of several lengths."""
 
 
 def choose_tree(
@@ -66,8 +71,11 @@ def choose_tree(
     found: Mapping[str, Ranks],
     basis: str,
 ) -> ChosenTree:
-    """Medusa heads: the best static tree by the ranks of `basis`. Others: limits of a dynamic tree."""
+    """Medusa heads: the best static tree by the ranks of `basis`. Others: limits of a dynamic tree, for a draft model
+    the better on `basis` of a chain and a tree."""
     settings = config.evaluation
+    if isinstance(trainer, DraftTrainer):
+        return _choose_limits(config, trainer, source, groups, basis)
     if isinstance(trainer, MedusaTrainer):
         tree = best_tree(path_probabilities(found[basis]), settings.tree_nodes)
         lengths = {name: simulate(ranks, tree) for name, ranks in found.items()}
@@ -83,6 +91,39 @@ def choose_tree(
     return ChosenTree({"dynamic": limits.to_dict()}, limits.nodes, lengths, by_nodes)
 
 
+def _choose_limits(
+    config: TrainingConfig, trainer: DraftTrainer, source: StateSource, groups: Mapping[str, Sequence[int]], basis: str
+) -> ChosenTree:
+    """Limits for a draft model, walked with what is saved as it will be loaded."""
+    settings = config.evaluation
+    depth = settings.depth or DEPTH
+    budgets = sorted({8, 16, 32, settings.tree_nodes})
+    depths = sorted({2, 4, depth, max(1, min(depth, settings.tree_nodes - 1))})
+    with trainer.saved_drafter() as drafter_of:
+
+        def walk(reach: Reach) -> dict[str, float]:
+            walks = {
+                name: walk_rows(drafter_of(reach), source, rows[: settings.walked_rows], reads_states=False)
+                for name, rows in groups.items()
+            }
+            return {name: walked.acceptance_length for name, walked in walks.items()}
+
+        chains = {d: walk(Reach(d)) for d in depths}
+        trees = {n: walk(Reach(depth, settings.tree_width, n)) for n in budgets}
+    nodes = settings.tree_nodes
+    longest = max(1, min(depth, nodes - 1))
+    chain, tree = chains[longest], trees[nodes]
+    better = chain[basis] >= tree[basis]
+    limits = Reach(longest, 1, longest + 1) if better else Reach(depth, settings.tree_width, nodes)
+    return ChosenTree(
+        {"depth": limits.depth, "width": limits.width, "nodes": limits.most_nodes},
+        limits.most_nodes,
+        chain if better else tree,
+        {name: {str(n): trees[n][name] for n in budgets} for name in groups},
+        {name: {str(d): chains[d][name] for d in depths} for name in groups},
+    )
+
+
 def finish(
     config: TrainingConfig,
     trainer: HeadsTrainer,
@@ -96,12 +137,10 @@ def finish(
     import accelerate
     import transformers
 
-    from medusa_heads.card import model_card
-
     heads, base = trainer.heads, trainer.base
     weights = {key: value.detach().clone() for key, value in heads.state_dict().items()}
     heads.to(base.dtype).eval()
-    depth = config.evaluation.depth or trainer.depth
+    depth = 1 if isinstance(trainer, DraftTrainer) else config.evaluation.depth or trainer.depth
     groups = evaluation_groups(source, eval_rows, config.evaluation.rows)
     if not groups:
         say("no held-out rows: evaluating on training rows instead")
@@ -115,6 +154,7 @@ def finish(
         "tree_nodes": tree.nodes,
         "tree_acceptance_length": tree.lengths,
         "dynamic_acceptance_length_by_nodes": tree.by_nodes,
+        **({"chain_acceptance_length_by_depth": tree.by_depth} if tree.by_depth else {}),
         "parameters": heads.num_parameters,
         "share_of_base": heads.num_parameters / base.num_parameters,
         "training": {
@@ -141,26 +181,35 @@ def finish(
         by_nodes = " ".join(f"{n}: {x:.2f}" for n, x in gains.items())
         say(f"{name} ({len(ranks.ranks):,} positions): top-1 {top1}; top-5 {top5}")
         say(f"    acceptance length by nodes {by_nodes}")
+        if tree.by_depth:
+            say("    of chains by depth " + " ".join(f"{d}: {x:.2f}" for d, x in tree.by_depth[name].items()))
     heads.float().load_state_dict(weights)
+    _save(config, trainer, tree, metrics, basis)
+    say(f"{'draft model' if isinstance(trainer, DraftTrainer) else 'heads'} written to {config.output}")
+    return metrics
+
+
+def _save(
+    config: TrainingConfig, trainer: HeadsTrainer, tree: ChosenTree, metrics: Mapping[str, Any], basis: str
+) -> None:
+    from medusa_heads.card import draft_card, model_card
+
+    heads, base = trainer.heads, trainer.base
+    facts = {
+        "training positions": f"{metrics['training']['distinct_positions']:,}",
+        "steps": f"{int(metrics['training']['steps']):,}",
+        f"acceptance length on held-out text ({basis}, {tree.nodes} nodes)": f"{tree.lengths[basis]:.2f}",
+    }
+    extras = {"metrics.json": json.dumps(metrics, indent=1) + "\n", "training_config.yaml": config.to_yaml()}
+    if isinstance(trainer, DraftTrainer):
+        drafting = trainer.heads.drafting(**tree.saved)
+        card = draft_card(trainer.heads, drafting, base_parameters=base.num_parameters, facts=facts)
+        trainer.heads.save_pretrained(config.output, drafting, extras={**extras, "README.md": card})
+        return
+    assert not isinstance(heads, DraftModel)
     chosen = {**tree.saved, "chosen_for": basis, "acceptance_length": tree.lengths}
-    card = model_card(
-        heads.config,
-        heads.num_parameters,
-        base_parameters=base.num_parameters,
-        facts={
-            "training positions": f"{metrics['training']['distinct_positions']:,}",
-            "steps": f"{int(run['steps']):,}",
-            f"acceptance length on held-out text ({basis}, {tree.nodes} nodes)": f"{tree.lengths[basis]:.2f}",
-        },
-    )
+    card = model_card(heads.config, heads.num_parameters, base_parameters=base.num_parameters, facts=facts)
     heads.save_pretrained(
         config.output,
-        extras={
-            "tree.json": json.dumps(chosen) + "\n",
-            "metrics.json": json.dumps(metrics, indent=1) + "\n",
-            "training_config.yaml": config.to_yaml(),
-            "README.md": card,
-        },
+        extras={**extras, "tree.json": json.dumps(chosen) + "\n", "README.md": card},
     )
-    say(f"heads written to {config.output}")
-    return metrics

@@ -21,7 +21,7 @@ import torch
 
 from decode.drafters import Draft, DraftRow
 from decode.drafters.adaptive import LIKELIEST, Reach
-from decode.drafters.model import ModelDrafter, ModelSession, vocabulary_difference
+from decode.drafters.model import ModelDrafter, ModelSession, SameTokenizer, vocabulary_difference
 from decode.drafters.retokenize import Mismatch, Retokenizer, shared_tokens
 from decode.drafters.trie import Trie, draft_of
 from decode.tree import Tree
@@ -31,12 +31,20 @@ from medusa_heads.errors import ConfigError, HeadsError
 WAYS = ("shared", "text")
 
 
-def drafter_for(model: Base, base: Base, *, way: str | None = None, reach: Reach | None = None) -> ModelDrafter:
+def drafter_for(
+    model: Base,
+    base: Base,
+    *,
+    way: str | None = None,
+    reach: Reach | None = None,
+    ids: Sequence[int] | None = None,
+) -> ModelDrafter:
     """The drafter of a draft model, by how its tokenizer and the base's differ.
 
     Args:
         way: `shared` or `text`, for another tokenizer; None: `shared` where the base spells at least half of its
             vocabulary like the draft model, else `text`.
+        ids: tokens of the draft model to draft from, where the tokenizers are one; None: all.
 
     Raises:
         ConfigError: another way, or one for models of one tokenizer.
@@ -48,7 +56,7 @@ def drafter_for(model: Base, base: Base, *, way: str | None = None, reach: Reach
     if difference is None:
         if way is not None:
             raise ConfigError(f"{model.name!r} has the tokenizer of {base.name!r}: way={way} is for another one")
-        return ModelDrafter(model, base, reach=reach)
+        return ModelDrafter(model, base, link=SameTokenizer(model, base, ids), reach=reach)
     if model.tokenizer is None or base.tokenizer is None:
         raise HeadsError(f"{model.name!r} cannot draft for {base.name!r}: {difference}")
     if way is None:

@@ -16,16 +16,18 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from decode.cache import TreeCache
 from decode.drafters import Draft, DraftRow
 from decode.drafters.adaptive import Reach, Record, remember
 from decode.drafters.growth import grow
 from decode.drafters.passes import TreePasses, read_texts
+from decode.drafters.projection import draft_projection
 from decode.drafters.seen import SeenText
 from decode.drafters.specs import check_kinds
 from medusa_heads.base import Base, BaseOutput
+from medusa_heads.draft_model import drafting_of
 from medusa_heads.errors import ConfigError, HeadsError
 
 Reader = Callable[[list[int]], list[int]]
@@ -50,15 +52,28 @@ class Link(Protocol):
 class SameTokenizer:
     """One tokenizer; the vocabularies may be padded to different sizes, or have added tokens beyond the shared ones.
 
-    Raises HeadsError where an id means different tokens.
+    Args:
+        ids: tokens to draft from, for a model that was trained to draft some of them; None: all that are shared.
+
+    Raises HeadsError where an id means different tokens, or where the base lacks one of `ids`.
     """
 
-    def __init__(self, model: Base, base: Base):
+    def __init__(self, model: Base, base: Base, ids: Sequence[int] | None = None):
         difference = vocabulary_difference(model, base)
         if difference is not None:
             raise HeadsError(f"the draft model {model.name!r} has another tokenizer than {base.name!r}: {difference}")
+        self.columns: Tensor | None
+        self.rows: Tensor | None
         self.known = model.vocab_size
         shared = min(model.vocab_size, base.vocab_size)
+        if ids is not None:
+            if max(ids) >= shared:
+                raise HeadsError(
+                    f"{model.name!r} drafts token {max(ids)}, and the vocabulary that it shares with {base.name!r} has "
+                    f"{shared}"
+                )
+            self.columns = self.rows = torch.tensor(ids)
+            return
         self.columns = None if model.vocab_size == shared else torch.arange(shared)
         self.rows = None if base.vocab_size == shared else torch.arange(shared)
 
@@ -106,21 +121,42 @@ class ModelDrafter:
         self.reach = reach or Reach()
         self.columns = None if self.link.columns is None else self.link.columns.to(model.device)
         self.rows = None if self.link.rows is None else self.link.rows.to(model.device)
+        read, all_rows = model.num_parameters, model.vocab_size
+        self.own_rows: nn.Module | None = None
+        """The projection of the drafted tokens alone, where they are few enough for a copy of their rows."""
+        if self.columns is not None and 2 * len(self.columns) <= all_rows:
+            self.own_rows = draft_projection(model, self.columns)
+            read -= (all_rows - len(self.columns)) * model.hidden_size
         cost = self.reach.pass_cost
-        self.pass_cost = min(0.9, model.num_parameters / base.num_parameters) if cost is None else cost
+        self.pass_cost = min(0.9, read / base.num_parameters) if cost is None else cost
+
+    def project(self, states: Tensor) -> Tensor:
+        """Logits (..., R) of the tokens that are drafted from."""
+        if self.own_rows is not None:
+            return self.own_rows(states)
+        logits = self.model.project(states)
+        return logits if self.columns is None else logits[..., self.columns]
 
     @classmethod
     def from_pretrained(
         cls, name: str | Path, base: Base, *, dtype: Any = None, device: Any = None, **reach: Any
     ) -> ModelDrafter:
         """A model by directory, Hub id, `.gguf` file or embedded name, on the base's device and in its dtype unless
-        others are given. For another tokenizer than the base's see `decode.drafters.crossmodel`."""
+        others are given. For another tokenizer than the base's see `decode.drafters.crossmodel`.
+
+        One that was trained to draft for the base (`train.draft_model`) says how far and which tokens; `reach` goes
+        before what it says."""
         from decode.drafters.crossmodel import drafter_for
 
         way = reach.pop("way", None)
-        limits = reach_of(reach)
+        reach_of(reach)  # what is wrong is said before the model is loaded
         model = Base.load(str(name), dtype=dtype or base.dtype, device=device or base.device)
-        return drafter_for(model, base, way=way, reach=limits)
+        drafting = drafting_of(model.config, str(name))
+        ids = None
+        if drafting is not None:
+            ids = drafting.draft_ids
+            reach = {"depth": drafting.depth, "width": drafting.width, "nodes": drafting.nodes} | reach
+        return drafter_for(model, base, way=way, reach=reach_of(reach), ids=ids)
 
     def start(self, rows: Sequence[DraftRow]) -> ModelSession:
         return ModelSession(self, rows)
@@ -190,14 +226,12 @@ class ModelSession:
             states = read_texts(model, self.cache, pieces)
             for known, piece in zip(self.known, pieces, strict=True):
                 known += piece
-            self.passes = TreePasses(model, self.cache)
-            logits = model.project(states)[:, None]
-        else:
-            assert self.passes is not None
-            first = not self.passes.nodes[0]
-            drafted = [[self.drafter.link.to_draft(token) for token in row] for row in tokens]
-            logits = self.passes.read(None if first else parents, drafted)
-        return logits if self.drafter.columns is None else logits[..., self.drafter.columns]
+            self.passes = TreePasses(model, self.cache, project=self.drafter.project)
+            return self.drafter.project(states)[:, None]
+        assert self.passes is not None
+        first = not self.passes.nodes[0]
+        drafted = [[self.drafter.link.to_draft(token) for token in row] for row in tokens]
+        return self.passes.read(None if first else parents, drafted)
 
     def _settle(self, contexts: list[list[int]]) -> None:
         """Commits what the last draft's nodes have of each text and cuts off what is not of it. The last token stays to

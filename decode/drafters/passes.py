@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
@@ -19,9 +21,20 @@ class TreePasses:
     `nodes` has, for each row, every token that was read with the held node before it (-1: the committed text).
     """
 
-    def __init__(self, model: Base, cache: TreeCache, layers: Cache | None = None):
-        """layers: the part of the cache that the model fills, where it is not all of it."""
+    def __init__(
+        self,
+        model: Base,
+        cache: TreeCache,
+        layers: Cache | None = None,
+        project: Callable[[Tensor], Tensor] | None = None,
+    ):
+        """
+        Args:
+            layers: the part of the cache that the model fills, where it is not all of it.
+            project: (..., h) → (..., V), logits of the tokens that are drafted from; None: the model's own.
+        """
         self.model = model
+        self.project = project or model.project
         self.cache = cache
         self.layers = cache if layers is None else layers
         self.nodes: list[list[tuple[int, int]]] = [[] for _ in cache.lengths]
@@ -60,7 +73,7 @@ class TreePasses:
         self._above, self._first = seen, held
         for nodes, ids, above in zip(self.nodes, tokens, before, strict=True):
             nodes += zip(ids, above, strict=True)
-        return self.model.project(states)
+        return self.project(states)
 
     def path(self, row: int, tokens: list[int]) -> list[int]:
         """The held nodes of a row that spell `tokens`, as far as they were read."""

@@ -105,10 +105,13 @@ def _one(kind: str, value: str, base: Base, heads: str | Path | None, options: d
 
 
 def _heads(name: str | Path, base: Base, options: dict[str, Any]) -> Drafter:
-    """Heads of whichever family their config says."""
+    """Heads of whichever family their config says, or a draft model that was trained like them."""
+    from medusa_heads.draft_model import drafting_in
     from medusa_heads.hub import family_of, heads_directory
 
     directory = heads_directory(name, revision=options.pop("revision", None))
+    if drafting_in(directory) is not None:
+        return _one("model", str(name), base, None, options)
     family = family_of(directory)
     drafter = getattr(import_module(f"decode.drafters.{family}"), FAMILIES[family])
     return _made(drafter.from_pretrained, (directory, base), options, f"heads of the family {family}")
