@@ -125,7 +125,7 @@ def main(given: Sequence[str] | None = None) -> int:
     names = list(rows[min(rows)])
     print("| tokens before | " + " | ".join(f"{name}, ms" for name in names) + " |\n|---|" + "---|" * len(names))
     for context, at in rows.items():
-        cells = [f"{1e3 * at[name][1]:.1f} (+{report['growth'][context][name]:.1f})" for name in names]
+        cells = [f"{1e3 * at[name][1]:.1f} ({report['growth'][context][name]:+.1f})" for name in names]
         print(f"| {context} | " + " | ".join(cells) + " |")
     return 0
 

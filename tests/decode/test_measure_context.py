@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ def test_the_script_writes_every_context(tmp_path: Path, capsys: pytest.CaptureF
     assert main([*given, "--nodes", "3", "--output", str(output)]) == 0
     report = json.loads(output.read_text())
     assert set(report["seconds"]) == {"8", "24"} and set(report["seconds"]["8"]) == set(report["growth"]["24"])
-    assert "| 24 |" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "| 24 |" in shown and len(re.findall(r"\d \([+-]\d+\.\d\)", shown)) == 6, shown
     assert main([*given, "--nodes", "5000", "--output", str(output)]) == 2
     assert "has no room" in capsys.readouterr().err
