@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 Key = TypeVar("Key", int, str)
 SIZES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 CONTEXTS = (128, 512)
+WARM_UP = 2
+"""Repetitions before those that count."""
 
 
 @dataclass(frozen=True)
@@ -166,14 +168,14 @@ def _caterpillar(depth: int, ranks: int) -> Tree:
 def time_in_turns(
     jobs: Mapping[Key, Callable[[], object]], repeats: int, order: random.Random
 ) -> dict[Key, tuple[float, float, float]]:
-    """Quartiles of each job's seconds. In each repetition every job runs once, in an order that changes; two
-    repetitions more warm up."""
+    """Quartiles of each job's seconds. In each repetition every job runs once, in an order that changes;
+    `WARM_UP` repetitions more go before."""
     seconds: dict[Key, list[float]] = {key: [] for key in jobs}
-    for repetition in range(repeats + 2):  # the first two warm up
+    for repetition in range(repeats + WARM_UP):
         for key in order.sample(list(jobs), len(jobs)):
             begin = time.perf_counter()
             jobs[key]()  # ends with a copy to the CPU, so a device has finished
-            if repetition >= 2:
+            if repetition >= WARM_UP:
                 seconds[key].append(time.perf_counter() - begin)
     return {key: spread(values) for key, values in seconds.items()}
 

@@ -76,6 +76,9 @@ def footprint(drafter: Drafter, base: Base) -> Footprint:
         kept = (2 * shape.num_key_value_heads * shape.head_dim + base.hidden_size) * size
     elif heads.config.family == "medusa":
         kept = 0
+    elif heads.config.family == "hydra":
+        shape = heads.config.shape if heads.config.prefix_attention else None
+        kept = 0 if shape is None else 2 * shape.num_key_value_heads * shape.head_dim * size
     return Footprint(parameters, parameters * size, kept)
 
 
@@ -178,11 +181,14 @@ def run(
 
 
 def render(base: Base, prompt: Prompt) -> list[int]:
-    """Through the chat template where the base has one, else as it is."""
+    """Through the chat template where the base has one, else as it is. Raises UserError where there is none and the
+    prompt is a conversation."""
     if getattr(base.tokenizer, "chat_template", None):
-        return base.render_chat([{"role": "user", "content": prompt.text}])
+        return base.render_chat([dict(m) for m in prompt.messages] or [{"role": "user", "content": prompt.text}])
     if base.tokenizer is None:
         raise UserError(f"the base {base.name!r} has no tokenizer to read prompts with")
+    if prompt.messages:
+        raise UserError(f"prompt {prompt.id!r} is a conversation, and the base {base.name!r} has no chat template")
     return list(base.tokenizer.encode(prompt.text))
 
 

@@ -10,11 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from decode.benchmark.log import Log
-from decode.measure import CONTEXTS, SIZES
+from decode.measure import CONTEXTS, SIZES, WARM_UP
 from decode.paradigms import PLAIN, Paradigm, Plan, costs_of, footprint, run
 from decode.paradigms_picture import draw
-from decode.paradigms_report import markdown, summarize
+from decode.paradigms_report import Row, markdown, summarize
 from medusa_heads.base import Base
+
+COST_SHARE = 0.25
+"""Of the time that the answers took, what measuring a pass may take where nothing else is asked."""
+MOST_REPEATS, FAIR_REPEATS, LEAST_REPEATS = 15, 7, 3
 
 
 @dataclass(frozen=True)
@@ -23,7 +27,35 @@ class CostPlan:
 
     sizes: Sequence[int] = SIZES
     contexts: Sequence[int] = CONTEXTS
-    repeats: int = 15
+    repeats: int = MOST_REPEATS
+
+    @property
+    def passes(self) -> int:
+        return len(self.sizes) * len(self.contexts) * (self.repeats + WARM_UP)
+
+    @classmethod
+    def within(cls, rows: Sequence[Row]) -> CostPlan:
+        """What `COST_SHARE` of the time of these answers has room for. A pass is taken to last as long as theirs did.
+
+        Sizes are those up to the largest mean tree of a way, which is where the prediction reads the curve. Where two
+        contexts would leave fewer than `FAIR_REPEATS`, the shorter one must do; `LEAST_REPEATS` are made in any case.
+        """
+        own = [row for row in rows if row["rounds"]]
+        if not own:
+            return cls(SIZES[:1], CONTEXTS[:1], LEAST_REPEATS)
+        ways: dict[tuple[str, float], list[Row]] = {}
+        for row in own:
+            ways.setdefault((row["method"], row["temperature"]), []).append(row)
+        largest = max(sum(r["nodes"] for r in way) / sum(r["rounds"] for r in way) for way in ways.values())
+        sizes = [size for place, size in enumerate(SIZES) if place == 0 or SIZES[place - 1] < largest]
+        a_pass = sum(row["stages"]["forward"] for row in own) / sum(row["rounds"] for row in own)
+        passes = COST_SHARE * sum(row["seconds"] for row in rows) / a_pass
+        contexts: Sequence[int] = CONTEXTS
+        repeats = int(passes / len(sizes) / len(contexts)) - WARM_UP
+        if repeats < FAIR_REPEATS:
+            contexts = CONTEXTS[:1]
+            repeats = int(passes / len(sizes)) - WARM_UP
+        return cls(sizes, contexts, max(LEAST_REPEATS, min(MOST_REPEATS, repeats)))
 
 
 def matrix(
@@ -42,6 +74,7 @@ def matrix(
     Args:
         config: what the figures belong to, kept with them; a directory of another configuration is refused.
         directory: of the run, an existing one is continued; None: nothing is kept.
+        cost_plan: None: as much as the answers' own time gives reason for (`CostPlan.within`).
     """
     if directory is None:
         with tempfile.TemporaryDirectory() as scratch:
@@ -64,11 +97,11 @@ def matrix(
         "guarded": plan.guarded,
     }
     log = Log(directory / "rows.jsonl", asked)
-    how = cost_plan or CostPlan()
-    if not (directory / "costs.json").is_file():
-        progress("first, what a pass of the base costs by its nodes: some hundred passes")
-    costs = costs_of(base, directory / "costs.json", sizes=how.sizes, contexts=how.contexts, repeats=how.repeats)
     run(base, paradigms, plan, log, progress)
+    how = cost_plan or CostPlan.within(log.rows)
+    if not (directory / "costs.json").is_file():
+        progress(f"what a pass of the base costs by its nodes: {how.passes} passes")
+    costs = costs_of(base, directory / "costs.json", sizes=how.sizes, contexts=how.contexts, repeats=how.repeats)
     added = {p.label: footprint(p.drafter, base) for p in paradigms if p.drafter is not None}
     result = summarize(log.rows, costs, added, asked)
     result["sessions"] = log.sessions

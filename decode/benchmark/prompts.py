@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from medusa_heads.errors import ConfigError
 
@@ -19,6 +20,8 @@ class Prompt:
     id: str
     category: str
     text: str
+    messages: tuple[Mapping[str, Any], ...] = ()
+    """The conversation up to the question and with it, where there is more of it than the question."""
 
 
 def read_prompts(path: Path) -> list[Prompt]:

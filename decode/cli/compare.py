@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -66,7 +67,7 @@ def compare(
         typer.Option(
             "--input",
             metavar="IN.jsonl",
-            help="Rows as of generate; - is standard input. With --all a file of {question_id, category, turns}.",
+            help="Rows as of generate; - is standard input. With --all the first turn of each, by `category`.",
         ),
     ] = None,
     base: common.BaseOption = None,
@@ -112,22 +113,19 @@ def compare(
             raise UserError(
                 "--all compares exact ways over the whole law: leave --drafter, --acceptance, --typical-…, --top-… out"
             )
-        if prompt is not None and input_path is not None:
-            raise UserError("a prompt and --input are both given: leave one out")
+        asked = first_turns(rows_of(prompt, input_path)[:limit])
         from decode.paradigms import Plan
         from decode.paradigms_report import text
 
-        asked = own_prompts(prompt) if input_path is None else read_input(input_path)
-        plan = Plan(asked[:limit], (temperature,), max_new_tokens, seed or 0)
+        plan = Plan(asked, (temperature,), max_new_tokens, seed or 0)
         result = compare_ways(base, heads, way, plan, dtype, device, output_path)
         typer.echo(json.dumps(result, ensure_ascii=False) if json_report else text(result))
         return
     if way is not None or output_path is not None:
         raise UserError("--way and --output go with --all")
-    if prompt is None and input_path is None:
-        rows = [Row.of_prompt(number, text) for number, text in enumerate(PROMPTS)]
-    else:
-        rows = gather(prompt, input_path, None)
+    from decode.drafters.specs import OWN_HEADS
+
+    rows = rows_of(prompt, input_path)
     settings = common.settings(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
@@ -146,7 +144,7 @@ def compare(
         if not json_report:
             typer.echo(describe(comparison))
     report = totals(done) | {"base": pair.base.name, "dtype": dtype.value, "temperature": temperature}
-    report |= {"drafter": drafter or common.OWN_HEADS}
+    report |= {"drafter": drafter or OWN_HEADS}
     report |= {"acceptance": settings.acceptance, "exact": settings.acceptance == "exact"}
     if json_report:
         typer.echo(json.dumps(report | {"rows": [c.as_dict() for c in done]}, ensure_ascii=False))
@@ -154,17 +152,29 @@ def compare(
         typer.echo(conclusion(report))
 
 
-def own_prompts(prompt: str | None) -> list[Prompt]:
+def rows_of(prompt: str | None, input_path: str | None) -> list[Row]:
+    """The rows to compare on: the prompt, the input's, or else those of this command."""
+    if prompt is None and input_path is None:
+        return [Row.of_prompt(number, text) for number, text in enumerate(PROMPTS)]
+    return gather(prompt, input_path, None)
+
+
+def first_turns(rows: list[Row]) -> list[Prompt]:
+    """What --all asks: of each row the first turn without an answer, with what was said before it. A row whose id an
+    earlier one has gets another."""
     from decode.benchmark.prompts import Prompt
 
-    texts = PROMPTS if prompt is None else (prompt,)
-    return [Prompt(str(number), "own", text) for number, text in enumerate(texts)]
-
-
-def read_input(path: str) -> list[Prompt]:
-    from decode.benchmark.prompts import read_prompts
-
-    return read_prompts(Path(path))
+    prompts, seen = [], Counter[str]()
+    for row in rows:
+        _, position = next(row.to_answer())
+        script = row.script[: position + 1]
+        question = script[-1]["content"]
+        alone = len(script) == 1 and isinstance(question, str)
+        name = str(row.id)
+        seen[name] += 1
+        name = name if seen[name] == 1 else f"{name} ({seen[name]})"
+        prompts.append(Prompt(name, row.category or "any", str(question), () if alone else script))
+    return prompts
 
 
 def compare_ways(
@@ -177,9 +187,12 @@ def compare_ways(
     output: str | None,
 ) -> dict[str, Any]:
     """Every way of drafting on the same prompts; see `decode.paradigms`."""
+    from decode.drafters.specs import parse_all
     from decode.paradigms import default_specs, load_paradigms
     from decode.paradigms_matrix import matrix
 
+    for name in ways or ():
+        parse_all(name)  # a name that is none is refused before the base is loaded
     without = heads is None and base not in (None, DEFAULT_EMBEDDED)
     named = common.choose(base, heads, without)[1]
     loaded = common.load_pair(base, heads, plain=without, dtype=dtype, device=device).base

@@ -20,7 +20,7 @@ import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -42,6 +42,7 @@ class Row:
     script: tuple[Message, ...]
     occurrence: int = 0
     """How many rows before this one have the same id."""
+    category: str | None = None
 
     @classmethod
     def of_prompt(cls, identity: str | int, prompt: str) -> Row:
@@ -82,7 +83,8 @@ def parse_row(record: Any) -> Row:
     if not isinstance(value, list) or not value:
         raise RowError(f"'{present[0]}' must be a list that is not empty")
     script = _messages(value) if present[0] == "messages" else _user_turns(value, present[0])
-    row = Row(identity, script)
+    category = record.get("category")
+    row = Row(identity, script, category=None if category is None else str(category))
     if next(row.to_answer(), None) is None:
         raise RowError("'messages' has no user turn without an answer")
     return row
@@ -114,7 +116,7 @@ def read_rows(lines: Iterable[str], name: str) -> list[Row]:
             raise RowError(f"{name}, line {number}: not JSON: {error}") from error
         except RowError as error:
             raise RowError(f"{name}, line {number}: {error}") from error
-        rows.append(Row(row.id, row.script, seen[row.id]))
+        rows.append(replace(row, occurrence=seen[row.id]))
         seen[row.id] += 1
     if not rows:
         raise RowError(f"{name} has no rows")

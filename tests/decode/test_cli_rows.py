@@ -30,7 +30,7 @@ def assistant(text: str) -> dict[str, str]:
 )
 def test_each_kind_of_row_is_read(record: dict[str, Any], identity: str | int, script: list[dict[str, str]]) -> None:
     row = parse_row(record)
-    assert (row.id, list(row.script)) == (identity, script)
+    assert (row.id, list(row.script), row.category) == (identity, script, record.get("category"))
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,11 @@ from decode.benchmark.log import Log
 from decode.benchmark.prompts import Prompt
 from decode.drafters.eagle import EagleDrafter
 from decode.drafters.early_exit import EarlyExitDrafter
+from decode.drafters.hydra import HydraDrafter
 from decode.drafters.lookup import LookupDrafter
 from decode.drafters.model import ModelDrafter
 from decode.dynamic import DynamicTree
-from decode.measure import Costs
+from decode.measure import SIZES, Costs
 from decode.paradigms import (
     Paradigm,
     Plan,
@@ -36,6 +37,7 @@ from medusa_heads.eagle import EagleHeads
 from medusa_heads.errors import ConfigError
 from tests.conftest import tiny_base, tiny_model, tiny_tokenizer
 from tests.decode.drafters import relative
+from tests.decode.eagle_heads import random_heads
 
 COSTS = Costs({64: {1: (1.0, 1.0, 1.0), 4: (1.3, 1.3, 1.3), 8: (2.1, 2.1, 2.1)}}, {}, 3)
 PROMPTS = [Prompt("1", "qa", "why is it"), Prompt("2", "qa", "abc abc abc"), Prompt("3", "math", "1 2 1 2 1 2")]
@@ -104,6 +106,22 @@ def test_footprints_count_what_is_added() -> None:
     assert both is not None and footprint(both, base).parameters == 0
 
 
+def test_the_cache_of_heads_is_that_of_their_own_attention() -> None:
+    """Of two key-value heads of eight each; EAGLE also keeps its feature of 32."""
+    base, limits = tiny_base(), DynamicTree(2, 2, 4)
+    kept = {
+        kind: footprint(
+            (EagleDrafter if kind == "eagle3" else HydraDrafter)(random_heads(base, kind), base, limits), base
+        )
+        for kind in ("eagle3", "hydra", "hydra-prefix")
+    }
+    assert {kind: added.cache_bytes_per_token for kind, added in kept.items()} == {
+        "eagle3": 4 * (2 * 2 * 8 + 32),
+        "hydra": 0,
+        "hydra-prefix": 4 * 2 * 2 * 8,
+    }
+
+
 def test_a_footprint_counts_what_packing_hides() -> None:
     base = tiny_base()
     heads = EagleHeads.for_base(base)
@@ -167,6 +185,26 @@ def test_a_run_that_was_cut_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert len(again["sessions"]) == 2
     with pytest.raises(ConfigError, match="another configuration"):
         Log(path, {"base": "other"})
+
+
+def answers(seconds: float, nodes: int, count: int = 1) -> list[dict[str, Any]]:
+    """Of plain decoding and of a way with trees of `nodes`, a second a pass."""
+    counts = {"rounds": 10, "new_tokens": 20, "forwards": 11, "histogram": [10]}
+    one = row("plain", seconds, {"forward": 10.0}, nodes=10, **counts)
+    return [one, row("lookup", seconds, {"forward": 10.0}, nodes=10 * nodes, **counts)] * count
+
+
+def test_costs_are_measured_in_proportion_to_the_answers() -> None:
+    """A quarter of the answers' time, a second a pass: 25, 60 and 600 passes, of which two repetitions warm up."""
+    assert CostPlan.within(answers(50.0, 5)) == CostPlan([1, 2, 4, 6], (128,), 4)
+    assert CostPlan.within(answers(50.0, 4)) == CostPlan([1, 2, 4], (128,), 6)
+    assert CostPlan.within(answers(120.0, 4)) == CostPlan([1, 2, 4], (128, 512), 8)
+    assert CostPlan.within(answers(120.0, 4, 10)) == CostPlan([1, 2, 4], (128, 512), 15)
+    assert CostPlan.within(answers(11.0, 60)).repeats == 3, "never fewer"
+    assert CostPlan.within(answers(11.0, 200)).sizes == list(SIZES)
+    assert CostPlan([1, 2, 4], (128, 512), 8).passes == 60
+    only_generate = [row("generate", 1.0, {}, rounds=None, nodes=None)]
+    assert CostPlan.within(only_generate).passes == 5
 
 
 def test_nothing_is_run_where_all_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
