@@ -32,6 +32,11 @@ HEADS_PREFIXES = ("medusa_head.", "medusa_heads.")
 """Names of heads' tensors in a model that is stored together with its base."""
 
 
+def embedded_heads() -> list[str]:
+    """Names of the heads within the package, and of the bases whose name stands for some of them."""
+    return sorted({*DEFAULT_HEADS, *(path.parent.name for path in ASSETS.glob(f"*/{CONFIG}"))})
+
+
 def heads_directory(
     name: str | Path,
     *,

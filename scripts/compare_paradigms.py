@@ -45,6 +45,7 @@ def main(given: Sequence[str] | None = None) -> int:
 
     from decode.benchmark.prompts import file_hash, per_category, read_prompts, shuffled, stratified
     from decode.cli.common import notices_on_stderr, quiet_transformers
+    from decode.drafters.specs import parse_all
     from decode.measure import CONTEXTS, SIZES
     from decode.paradigms import Plan, default_specs, generate_paradigms, load_paradigms
     from decode.paradigms_matrix import CostPlan, matrix
@@ -70,6 +71,8 @@ def main(given: Sequence[str] | None = None) -> int:
             options.seed,
             options.guard,
         )
+        for way in options.ways or ():
+            parse_all(way)  # a name that is none is refused before the base is loaded
         with notices_on_stderr():
             base = Base.load(options.base, dtype=options.dtype, device=options.device)
         has_heads = options.heads is not None or options.base == DEFAULT_EMBEDDED

@@ -23,10 +23,6 @@ if TYPE_CHECKING:
     from medusa_heads.base import Base
 
 
-OWN_HEADS = "heads"
-"""Within a drafter's name: the heads of `--heads`, or the embedded ones."""
-
-
 class Dtype(str, Enum):
     """Arithmetic of the base; `auto` is what its checkpoint says."""
 
@@ -116,13 +112,13 @@ def choose_drafter(
 
     Without `--drafter` the heads draft. A drafter without heads needs none, and has the embedded base by default.
     """
+    from decode.drafters.specs import OWN_HEADS, parse_all
+
     if drafter is None:
         base, heads = choose(base, heads, plain)
         return base, heads, None if heads is None else OWN_HEADS
     if plain:
         raise UserError(f"--plain drafts nothing, and --drafter {drafter} says how to: leave one out")
-    from decode.drafters.specs import parse_all
-
     named = [value for kind, value, _ in parse_all(drafter) if kind == "heads"]
     if heads is not None and OWN_HEADS not in named:
         raise UserError(f"--drafter {drafter} drafts without the heads of --heads {heads}: leave one out")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,6 +51,8 @@ def parse_all(name: str | Path) -> list[Part]:
 def parse(part: str) -> Part:
     """(kind, value, settings) of one way of drafting; the kind is heads, lookup, model or exit.
 
+    Raises ConfigError for a name that can be none, before anything is looked for on the Hub.
+
     >>> parse("exit:4,depth=3")
     ('exit', '4', {'depth': 3})
     """
@@ -69,7 +72,24 @@ def parse(part: str) -> Part:
         raise ConfigError("a drafter has a name: heads, lookup, model:NAME or exit:L")
     if kind in ("model", "exit"):
         raise ConfigError(f"{kind} needs a value: {'model:NAME' if kind == 'model' else 'exit:L'}")
+    if name.strip() != OWN_HEADS:
+        check_can_be_heads(name.strip())
     return "heads", name.strip(), options
+
+
+def check_can_be_heads(name: str) -> None:
+    """Raises ConfigError, with the closest name that there is, for what is neither a path, nor the name of embedded
+    heads, nor written as an id of the Hub, where heads have an owner."""
+    from medusa_heads.fetching import embedded_heads
+
+    embedded = embedded_heads()
+    if ("/" in name and ":" not in name) or name in embedded or Path(name).exists():
+        return
+    close = get_close_matches(name.partition(":")[0], [OWN_HEADS, LOOKUP, "model", "exit", *embedded], n=1)
+    raise ConfigError(
+        f"no way of drafting is named {name!r}{f' (is it {close[0]!r}?)' if close else ''}: there are heads, lookup, "
+        f"model:NAME, exit:L, heads by directory or Hub id (owner/name), and embedded ones: {', '.join(embedded)}"
+    )
 
 
 def _value(text: str) -> int | float | str:

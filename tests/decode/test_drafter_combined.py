@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -176,6 +177,34 @@ def test_one_argument_swaps_drafters() -> None:
 def test_a_name_that_is_none_says_what_is_wrong(name: str, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         load_drafter(name, tiny_base())
+
+
+@pytest.mark.parametrize(
+    ("name", "closest"),
+    [
+        ("lokup", "lookup"),
+        ("heads+looku,nodes=3", "lookup"),
+        ("head", "heads"),
+        ("exti:4", "exit"),
+        ("modle:me/draft", "model"),
+        ("smollm2-135m-medus", "smollm2-135m-medusa"),
+        ("xyzzy", None),
+    ],
+)
+def test_a_misspelt_name_is_refused_before_the_hub_is_asked(
+    name: str, closest: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("medusa_heads.fetching.snapshot_download", lambda *_, **__: pytest.fail("the Hub was asked"))
+    with pytest.raises(ConfigError, match=r"there are heads, lookup, model:NAME, exit:L.*smollm2-135m-medusa") as error:
+        load_drafter(name, tiny_base())
+    assert re.findall(r"is it '(.*?)'\?", str(error.value)) == ([closest] if closest else [])
+
+
+def test_names_that_may_be_heads_are_left_to_be_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine").mkdir()
+    for name in ("me/heads", "mine", "smollm2-135m", "smollm2-135m-medusa", "./nowhere"):
+        assert parse(name) == ("heads", name, {})
 
 
 def test_settings_are_read_as_numbers_where_they_are() -> None:
