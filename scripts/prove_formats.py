@@ -12,13 +12,11 @@ called, and saved as they save them.
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
-import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -27,20 +25,21 @@ from typing import Any
 
 import torch
 
-HIDDEN, VOCAB, LAYERS, T = 32, 96, 8, 7
+# Run by whichever Python, from wherever: this directory's packages are found, behind all others of their names.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from scripts.foreign_formats.common import T
+from scripts.foreign_formats.eagle import build_eagle1, build_eagle3, build_specforge, build_speculators
+from scripts.foreign_formats.hydra import build_hydra
+from scripts.foreign_formats.medusa import (
+    build_medusa_merged,
+    build_medusa_trainer,
+    build_medusa_v01,
+    build_modelopt,
+    build_tgi,
+)
+
 TOLERANCE = 1e-5
-LLAMA: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
-    "intermediate_size": 48,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-5,
-    "pad_token_id": 0,
-    "tie_word_embeddings": False,
-}
 
 
 @dataclass(frozen=True)
@@ -51,347 +50,6 @@ class Proof:
     build: Callable[[Path, Path], dict[str, Any]]
     """Writes `heads/` and `base/` below a directory with the project's own modules; returns what went in and came out,
     as tensors by name: `input_ids` or states, and `logits` (and `features`)."""
-
-
-def randomise(module: Any) -> None:
-    """Random weights, large enough that every part shows in logits of about one; norms around one."""
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            parameter.normal_(std=0.12 if parameter.dim() > 1 else 0.1)
-            if "norm" in name:
-                parameter.add_(1.0)
-
-
-def stub(name: str, path: Path | None = None, **content: Any) -> None:
-    """A module or package in place of one that is not wanted here; with `path`, its real files stay importable."""
-    module = types.ModuleType(name)
-    if path is not None:
-        module.__path__ = [str(path)]
-    vars(module).update(content)
-    sys.modules[name] = module
-    parent, _, child = name.rpartition(".")
-    if parent in sys.modules:
-        setattr(sys.modules[parent], child, module)
-
-
-def no_tokenizer(module: Any) -> None:
-    """Their models load a tokenizer that the outcome does not depend on."""
-    module.AutoTokenizer = types.SimpleNamespace(from_pretrained=lambda *a, **k: types.SimpleNamespace(pad_token_id=0))
-
-
-def save_base(model: Any, out: Path) -> None:
-    from safetensors.torch import save_file
-
-    directory = out / "base"
-    directory.mkdir()
-    config = {**LLAMA, "model_type": "llama", "architectures": ["LlamaForCausalLM"], "rope_theta": 10000.0}
-    (directory / "config.json").write_text(json.dumps(config))
-    wanted = ("model.", "lm_head.")
-    state = {
-        k: v.detach().clone() for k, v in model.state_dict().items() if k.startswith(wanted) and "inv_freq" not in k
-    }
-    save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
-
-
-def ids(seed: int = 0) -> torch.Tensor:
-    return torch.randint(0, VOCAB, (1, T), generator=torch.Generator().manual_seed(seed))
-
-
-# Medusa
-
-
-def medusa_model(checkout: Path, heads: int, layers: int) -> Any:
-    """The first project's model on a base of its own, either release."""
-    sys.path.insert(0, str(checkout))
-    module = importlib.import_module("medusa.model.medusa_model_legacy")
-    no_tokenizer(module)
-    from transformers import LlamaConfig
-
-    base = module.KVLlamaForCausalLM(LlamaConfig(**LLAMA))
-    model = module.MedusaModel(base, medusa_num_heads=heads, medusa_num_layers=layers).eval()
-    randomise(model)
-    return module, model
-
-
-def build_medusa_v01(checkout: Path, out: Path) -> dict[str, Any]:
-    module, model = medusa_model(checkout, heads=3, layers=2)
-    config = module.MedusaConfig(medusa_num_heads=2, medusa_num_layers=2, base_model_name_or_path=str(out / "base"))
-    config.save_pretrained(out / "heads")
-    torch.save(model.medusa_head.state_dict(), out / "heads" / "medusa_lm_head.pt")
-    save_base(model.base_model, out)
-    return {"input_ids": ids(), "logits": model(input_ids=ids())}
-
-
-def build_medusa_trainer(checkout: Path, out: Path) -> dict[str, Any]:
-    from safetensors.torch import save_file
-
-    module, model = medusa_model(checkout, heads=3, layers=1)
-    config = module.MedusaConfig(medusa_num_heads=3, medusa_num_layers=1, base_model_name_or_path=str(out / "base"))
-    config.save_pretrained(out / "heads")
-    save_file(model.medusa_head.state_dict(), out / "heads" / "medusa_lm_head.safetensors")
-    save_base(model.base_model, out)
-    return {"input_ids": ids(), "logits": model(input_ids=ids())}
-
-
-def build_medusa_merged(checkout: Path, out: Path) -> dict[str, Any]:
-    sys.path.insert(0, str(checkout))
-    module = importlib.import_module("medusa.model.medusa_model")
-    no_tokenizer(module)
-    from transformers import LlamaConfig
-
-    config = LlamaConfig(**{**LLAMA, "medusa_num_heads": 3, "medusa_num_layers": 2})
-    model = module.MedusaModelLlama(config).eval()
-    randomise(model)
-    model.save_pretrained(out / "heads")
-    save_base(model, out)
-    logits, _, _ = model(input_ids=ids(), medusa_forward=True, output_orig=True)
-    return {"input_ids": ids(), "logits": logits}
-
-
-def build_tgi(checkout: Path, out: Path, version: int) -> dict[str, Any]:
-    """TGI's own layers over a file with its names; a process group of one."""
-    from safetensors import safe_open
-    from safetensors.torch import save_file
-
-    root = checkout / "server" / "text_generation_server"
-    for name in ("", ".layers", ".utils"):
-        stub(f"text_generation_server{name}", root.joinpath(*name.strip(".").split(".")) if name else root)
-    stub("text_generation_server.utils.import_utils", SYSTEM="cpu")
-    speculate = importlib.import_module("text_generation_server.utils.speculate")
-    speculate.set_speculate(3)
-    module = importlib.import_module("text_generation_server.layers.medusa")
-    generator = torch.Generator().manual_seed(1)
-    layers = 2 if version == 1 else 1
-    tensors = {}
-    for i in range(3):
-        for j in range(layers):
-            tensors[f"{i}.{j}.linear.weight"] = torch.randn(HIDDEN, HIDDEN, generator=generator) * 0.3
-            tensors[f"{i}.{j}.linear.bias"] = torch.randn(HIDDEN, generator=generator) * 0.1
-        if version == 1:
-            tensors[f"{i}.{layers}.weight"] = torch.randn(VOCAB, HIDDEN, generator=generator) * 0.3
-    (out / "heads").mkdir()
-    save_file(tensors, out / "heads" / "medusa_lm_head.safetensors")
-    config = {"medusa_num_heads": 3, "medusa_num_layers": layers, "base_model_name_or_path": str(out / "base")}
-    (out / "heads" / "config.json").write_text(json.dumps(config))
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    base = LlamaForCausalLM(LlamaConfig(**LLAMA)).eval()
-    randomise(base)
-    save_base(base, out)
-    head = base.lm_head.weight.data
-    group = types.SimpleNamespace(size=lambda: 1, rank=lambda: 0)
-
-    class Weights:
-        """What TGI's loader gives its layers, over the file and the base's projection."""
-
-        process_group = group
-
-        def __init__(self) -> None:
-            self.routing: dict[str, str] = {}
-
-        def get_tensor(self, name: str, **_: Any) -> torch.Tensor:
-            if name == "lm_head.weight":
-                return head
-            with safe_open(self.routing[name], framework="pt") as file:
-                return file.get_tensor(name)
-
-        def get_sharded(self, name: str, dim: int) -> torch.Tensor:
-            return self.get_tensor(name)
-
-        def get_multi_weights_col(self, prefixes: Sequence[str], dim: int) -> torch.Tensor:
-            return torch.cat([self.get_tensor(f"{prefix}.weight") for prefix in prefixes], dim)
-
-        get_multi_weights = get_multi_weights_col
-
-        def get_weights_col(self, prefix: str) -> torch.Tensor:
-            return self.get_tensor(f"{prefix}.weight")
-
-        get_weights = get_weights_col
-
-    def gather(found: list[torch.Tensor], x: torch.Tensor, **_: Any) -> None:
-        found[0].copy_(x)  # a group of one
-
-    distributed: Any = torch.distributed
-    distributed.all_gather = gather
-    speculator = {"path": out / "heads", "model_paths": ["medusa_lm_head.safetensors"]}
-    server = types.SimpleNamespace(speculator=speculator, quantize=None, tie_word_embeddings=False)
-    x = torch.randn(T, HIDDEN, generator=generator)
-    with torch.no_grad():
-        if version == 1:
-            _, logits = module.MedusaHeadV1.load(server, "lm_head", Weights())(x)
-        else:
-            _, logits = module.MedusaHeadV2(server, "lm_head", Weights())(x)
-    return {"states": x, "logits": logits.transpose(0, 1)}
-
-
-def build_modelopt(checkout: Path, out: Path) -> dict[str, Any]:
-    sys.path.insert(0, str(checkout))
-    speculative = importlib.import_module("modelopt.torch.speculative")
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    model = LlamaForCausalLM(LlamaConfig(**LLAMA)).eval()
-    speculative.convert(model, mode=[("medusa", {"medusa_num_heads": 3, "medusa_num_layers": 1})])
-    randomise(model)
-    model.save_pretrained(out / "heads")
-    save_base(model, out)
-    with torch.no_grad():
-        logits = model(input_ids=ids()).medusa_logits
-    return {"input_ids": ids(), "logits": torch.stack(list(logits))}
-
-
-# Hydra
-
-
-def build_hydra(checkout: Path, out: Path, prefix: bool) -> dict[str, Any]:
-    sys.path.insert(0, str(checkout))
-    module = importlib.import_module("hydra.model.hydra_model")
-    no_tokenizer(module)
-    from transformers import LlamaConfig
-
-    base = module.KVLlamaForCausalLM(LlamaConfig(**LLAMA))
-    arch = "prefix-mlp" if prefix else "mlp"
-    options = {"hydra_num_heads": 3, "hydra_num_layers": 3, "hydra_head_arch": arch, "grounded_heads": True}
-    model = module.HydraModel(base, **options, base_model_name_or_path=str(out / "base")).eval()
-    randomise(model)
-    module.HydraConfig(**options, base_model_name_or_path=str(out / "base")).save_pretrained(out / "heads")
-    torch.save(model.hydra_head.state_dict(), out / "heads" / "hydra_lm_head.pt")
-    save_base(base, out)
-    with torch.no_grad():
-        states = base.model(input_ids=ids())[0]
-        logits, _ = model.hydra_head(base_hidden_states=states, input_ids=ids())
-    return {"input_ids": ids(), "logits": torch.stack(list(logits))}
-
-
-# EAGLE
-
-
-def plain_base(out: Path) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    base = LlamaForCausalLM(LlamaConfig(**LLAMA)).eval()
-    randomise(base)
-    save_base(base, out)
-    return base
-
-
-def eagle_config(module: Any, **more: Any) -> Any:
-    return module.EConfig(**{**LLAMA, "num_hidden_layers": 1, "rope_theta": 10000.0, **more})
-
-
-def states_entering(base: Any, layers: Sequence[int]) -> torch.Tensor:
-    with torch.no_grad():
-        hidden = base.model(input_ids=ids(), output_hidden_states=True).hidden_states
-    return torch.cat([hidden[i] for i in layers], -1)
-
-
-def draft_vocabulary() -> torch.Tensor:
-    return torch.arange(0, VOCAB, 3)
-
-
-def set_vocabulary(model: Any) -> None:
-    chosen = draft_vocabulary()
-    model.d2t.copy_(chosen - torch.arange(len(chosen)))
-    model.t2d.zero_()
-    model.t2d[chosen] = True
-
-
-def build_eagle1(checkout: Path, out: Path) -> dict[str, Any]:
-    sys.path.insert(0, str(checkout))
-    module = importlib.import_module("eagle.model.cnets1")
-    base = plain_base(out)
-    model = module.Model(eagle_config(module), bias=True).eval()
-    model.tree_mask = None
-    randomise(model)
-    model.embed_tokens.weight.data.copy_(base.model.embed_tokens.weight.data)
-    eagle_config(module).save_pretrained(out / "heads")
-    torch.save(model.state_dict(), out / "heads" / "pytorch_model.bin")
-    with torch.no_grad():
-        states = base.model(input_ids=ids())[0][:, :-1]
-        features = model(states, input_ids=ids()[:, 1:])
-        return {"input_ids": ids(), "features": features, "logits": base.lm_head(features)}
-
-
-def build_eagle3(checkout: Path, out: Path) -> dict[str, Any]:
-    sys.path.insert(0, str(checkout))
-    module = importlib.import_module("eagle.model.cnets")
-    base = plain_base(out)
-    config = eagle_config(module, draft_vocab_size=len(draft_vocabulary()))
-    model = module.Model(config, bias=True).eval()
-    model.tree_mask = None
-    randomise(model)
-    model.embed_tokens.weight.data.copy_(base.model.embed_tokens.weight.data)
-    set_vocabulary(model)
-    config.save_pretrained(out / "heads")
-    state = {name: tensor for name, tensor in model.state_dict().items() if name != "embed_tokens.weight"}
-    torch.save(state, out / "heads" / "pytorch_model.bin")
-    with torch.no_grad():
-        states = states_entering(base, (2, LAYERS // 2, LAYERS - 3))[:, :-1]
-        features = model(states, input_ids=ids()[:, 1:])
-        return {"input_ids": ids(), "features": features, "logits": model.lm_head(model.norm(features))}
-
-
-def build_specforge(checkout: Path, out: Path) -> dict[str, Any]:
-    for name in ("", ".modeling", ".modeling.draft"):
-        stub(f"specforge{name}", checkout.joinpath("specforge", *name.strip(".").split(".")))
-    stub("specforge.utils", print_with_rank=lambda *a, **k: None)
-    stub("specforge.distributed", get_sp_ring_group=None, get_sp_ulysses_group=None)
-    module = importlib.import_module("specforge.modeling.draft.llama3_eagle")
-    from transformers import LlamaConfig
-
-    base = plain_base(out)
-    one = {**LLAMA, "num_hidden_layers": 1, "draft_vocab_size": len(draft_vocabulary())}
-    config = LlamaConfig(**one, architectures=["LlamaForCausalLMEagle3"])
-    model = module.LlamaForCausalLMEagle3(config).eval()
-    randomise(model)
-    model.embed_tokens.weight.data.copy_(base.model.embed_tokens.weight.data)
-    set_vocabulary(model)
-    model.save_pretrained(out / "heads")
-    with torch.no_grad():
-        states = states_entering(base, (2, LAYERS // 2, LAYERS - 3))[:, :-1]
-        embeddings = model.embed_input_ids(ids()[:, 1:])
-        normed = model(states, embeddings)
-        return {"input_ids": ids(), "logits": model.lm_head(normed)}
-
-
-def build_speculators(checkout: Path, out: Path, norms: str | None, before: bool) -> dict[str, Any]:
-    sys.path.insert(0, str(checkout / "src"))
-    config_module = importlib.import_module("speculators.models.eagle3.config")
-    core = importlib.import_module("speculators.models.eagle3.core")
-    base_config = importlib.import_module("speculators.config")
-    proposals = importlib.import_module("speculators.proposals.greedy")
-    from transformers import LlamaConfig
-
-    base = plain_base(out)
-    layer = LlamaConfig(**{**LLAMA, "num_hidden_layers": 1}, head_dim=HIDDEN // 4)
-    layer._attn_implementation = "eager"
-    verifier = base_config.VerifierConfig(name_or_path=str(out / "base"), architectures=["LlamaForCausalLM"])
-    config = config_module.Eagle3SpeculatorConfig(
-        transformer_layer_config=layer,
-        draft_vocab_size=len(draft_vocabulary()),
-        norm_before_residual=before,
-        norm_before_fc=norms == "joined",
-        fc_norm=norms == "each",
-        eagle_aux_hidden_state_layer_ids=[2, LAYERS // 2, LAYERS - 3],
-        speculators_config=base_config.SpeculatorsConfig(
-            algorithm="eagle3",
-            proposal_methods=[proposals.GreedyTokenProposalConfig(speculative_tokens=3)],
-            default_proposal_method="greedy",
-            verifier=verifier,
-        ),
-    )
-    model = core.Eagle3DraftModel(config).eval()
-    randomise(model)
-    model.embed_tokens.weight.data.copy_(base.model.embed_tokens.weight.data)
-    set_vocabulary(model)
-    model.save_pretrained(out / "heads")
-    heard: list[torch.Tensor] = []
-    model.lm_head.register_forward_hook(lambda _module, _args, output: heard.append(output))
-    with torch.no_grad():
-        states = states_entering(base, (2, LAYERS // 2, LAYERS - 3))[:, :-1]
-        documents = torch.zeros(1, T - 1, dtype=torch.long)
-        positions = torch.arange(T - 1)[None]
-        model(states, ids()[:, 1:], documents, position_ids=positions, ttt_steps=1)
-    return {"input_ids": ids(), "logits": heard[0]}
 
 
 PROOFS: dict[str, Proof] = {

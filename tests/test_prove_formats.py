@@ -2,49 +2,37 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from scripts.foreign_formats.common import ids, plain_base
+from scripts.prove_formats import compare, main
 from tests.medusa_heads.formats.layouts import random_tensors, sequence_shapes, store
 
 
-@pytest.fixture(scope="module")
-def script() -> Any:
-    path = Path(__file__).parent.parent / "scripts" / "prove_formats.py"
-    spec = importlib.util.spec_from_file_location("prove_formats", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["prove_formats"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize("error", [0.0, 1e-3])
-def test_heads_are_compared_by_what_they_compute(script: Any, tmp_path: Path, error: float) -> None:
-    base = script.plain_base(tmp_path)
+def test_heads_are_compared_by_what_they_compute(tmp_path: Path, error: float) -> None:
+    base = plain_base(tmp_path)
     tensors = random_tensors(sequence_shapes(2, 1, own=True))
     store(tmp_path / "heads", {}, "medusa_lm_head.pt", tensors)
     with torch.no_grad():
-        states = base.model(input_ids=script.ids())[0]
+        states = base.model(input_ids=ids())[0]
         logits = []
         for i in range(2):
             step = states @ tensors[f"{i}.0.linear.weight"].T + tensors[f"{i}.0.linear.bias"]
             logits.append((states + torch.nn.functional.silu(step)) @ tensors[f"{i}.1.weight"].T + error)
-    torch.save({"input_ids": script.ids(), "logits": torch.stack(logits)}, tmp_path / "io.pt")
-    report = script.compare(tmp_path)
+    torch.save({"input_ids": ids(), "logits": torch.stack(logits)}, tmp_path / "io.pt")
+    report = compare(tmp_path)
     assert report["taken_for"] == "Medusa v0.1" and report["family"] == "medusa"
     assert report["passed"] is (error == 0.0)
     assert report["greatest_difference"]["logits"] == pytest.approx(error, abs=1e-5)
 
 
-def test_what_cannot_be_built_is_a_failure_with_its_reason(script: Any, tmp_path: Path) -> None:
+def test_what_cannot_be_built_is_a_failure_with_its_reason(tmp_path: Path) -> None:
     arguments = ["--checkouts", str(tmp_path), "--output", str(tmp_path / "r.json"), "--only", "medusa-v0.1"]
-    assert script.main(arguments) == 1
+    assert main(arguments) == 1
     proof = json.loads((tmp_path / "r.json").read_text())["proofs"]["medusa-v0.1"]
     assert proof["passed"] is False and "No module named 'medusa'" in proof["error"]
