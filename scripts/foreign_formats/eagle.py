@@ -10,17 +10,7 @@ from typing import Any
 
 import torch
 
-from scripts.foreign_formats.common import (
-    HIDDEN,
-    LAYERS,
-    LLAMA,
-    VOCAB,
-    T,
-    ids,
-    plain_base,
-    randomise,
-    stub,
-)
+from scripts.foreign_formats.common import HIDDEN, LAYERS, LLAMA, VOCAB, T, ids, plain_base, randomise, stub
 
 
 def eagle_config(module: Any, **more: Any) -> Any:

@@ -9,13 +9,7 @@ from typing import Any
 
 import torch
 
-from scripts.foreign_formats.common import (
-    LLAMA,
-    ids,
-    no_tokenizer,
-    randomise,
-    save_base,
-)
+from scripts.foreign_formats.common import LLAMA, ids, no_tokenizer, randomise, save_base
 
 
 def build_hydra(checkout: Path, out: Path, prefix: bool) -> dict[str, Any]:

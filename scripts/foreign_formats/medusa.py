@@ -12,17 +12,7 @@ from typing import Any
 
 import torch
 
-from scripts.foreign_formats.common import (
-    HIDDEN,
-    LLAMA,
-    VOCAB,
-    T,
-    ids,
-    no_tokenizer,
-    randomise,
-    save_base,
-    stub,
-)
+from scripts.foreign_formats.common import HIDDEN, LLAMA, VOCAB, T, ids, no_tokenizer, randomise, save_base, stub
 
 
 def medusa_model(checkout: Path, heads: int, layers: int) -> Any:
