@@ -1,15 +1,15 @@
 """Other programs as methods of the benchmark: each a process in an environment of its own, asked over pipes.
 
-A worker (scripts/peers/*_worker.py) says `{"ready": true, "versions": {…}}` when its model is loaded, then answers each
+A worker (scripts/peers/*_worker.*) says `{"ready": true, "versions": {…}}` when its model is loaded, then answers each
 line `{"prompt_ids", "max_new_tokens", "temperature", "seed", "eos_token_ids"}` with `{"token_ids", "forwards"}`;
-`forwards` is null where the program does not say how often it ran the model. It is timed like every method, from
-request to answer; the pipe takes about 0.1 ms of that.
+`forwards` is null where the program does not say how often it ran the model. The seed is not passed on to vLLM, which
+draws from its own. A peer is timed like every method, from request to answer; the pipe takes about 0.1 ms of that.
 """
 
 from __future__ import annotations
 
 import json
-import os
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -34,21 +34,28 @@ def peer_command(name: str, directory: Path, base: str, threads: int, dtype: str
         base: the embedded base, of which llama.cpp has the GGUF file that setup made; for vLLM also a directory or id.
     """
     environment = directory / ("llama.cpp" if name == "llama.cpp" else "vllm")
-    python = environment / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
-    if not python.exists():
+    program = environment / ("node_modules/node-llama-cpp" if name == "llama.cpp" else "bin/python")
+    if not program.exists():
         raise ConfigError(
             f"{directory} has no environment for {name}: run scripts/peers/setup.py --directory {directory}"
         )
     if name == "llama.cpp":
-        weights = directory / f"{base}.bf16.gguf"
-        if not is_embedded(base) or not weights.exists():
-            raise ConfigError(
-                f"llama.cpp needs {weights}, and scripts/peers/setup.py makes it of the embedded base alone"
-            )
-        return [str(python), str(WORKERS / "llama_cpp_worker.py"), "--model", str(weights), "--threads", str(threads)]
+        return llama_command(environment, directory / f"{base}.bf16.gguf", base, threads, dtype)
     model = str(resolve_embedded(base)) if is_embedded(base) else base
-    command = [str(python), str(WORKERS / "vllm_worker.py"), "--model", model, "--threads", str(threads)]
+    command = [str(program), str(WORKERS / "vllm_worker.py"), "--model", model, "--threads", str(threads)]
     return [*command, "--dtype", dtype, *(["--ngram", str(NGRAM_TOKENS)] if name == "vllm-ngram" else [])]
+
+
+def llama_command(environment: Path, weights: Path, base: str, threads: int, dtype: str) -> list[str]:
+    node = shutil.which("node")
+    if node is None:
+        raise ConfigError("llama.cpp needs Node 20 or newer, and node was not found")
+    if dtype != "bfloat16":
+        raise ConfigError(f"llama.cpp has the base in bfloat16, not in {dtype}")
+    if not is_embedded(base) or not weights.exists():
+        raise ConfigError(f"llama.cpp needs {weights}, and scripts/peers/setup.py makes it of the embedded base alone")
+    command = [node, str(WORKERS / "llama_cpp_worker.mjs"), "--environment", str(environment)]
+    return [*command, "--model", str(weights), "--threads", str(threads)]
 
 
 class Peer:

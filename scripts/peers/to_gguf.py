@@ -1,6 +1,6 @@
 """The weights of a GGUF file in another type, so that llama.cpp runs the very numbers that this project's base has.
 
-Runs in the environment of llama.cpp. Every field is copied; every matrix is dequantised and written as bfloat16,
+Every field is copied; every matrix is dequantised and written as bfloat16,
 float32 or 8 bits (Q8_0).
 """
 

@@ -66,24 +66,28 @@ def test_a_worker_that_dies_at_work_is_an_error(tmp_path: Path) -> None:
 
 
 def test_commands_name_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"no environment for llama.cpp: run scripts/peers/setup.py"):
-        peer_command("llama.cpp", tmp_path, "smollm2-135m", 2, "bfloat16")
+    monkeypatch.setattr(peers.shutil, "which", lambda name: f"/bin/{name}")
     for name in ("llama.cpp", "vllm"):
-        python = tmp_path / name / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
-        python.parent.mkdir(parents=True)
-        python.touch()
+        with pytest.raises(ConfigError, match=rf"no environment for {name}: run scripts/peers/setup.py"):
+            peer_command(name, tmp_path, "smollm2-135m", 2, "bfloat16")
+    (tmp_path / "llama.cpp" / "node_modules" / "node-llama-cpp").mkdir(parents=True)
+    (tmp_path / "vllm" / "bin").mkdir(parents=True)
+    (tmp_path / "vllm" / "bin" / "python").touch()
     with pytest.raises(ConfigError, match=r"llama.cpp needs .*smollm2-135m.bf16.gguf"):
         peer_command("llama.cpp", tmp_path, "smollm2-135m", 2, "bfloat16")
     (tmp_path / "smollm2-135m.bf16.gguf").touch()
-    assert peer_command("llama.cpp", tmp_path, "smollm2-135m", 2, "bfloat16")[-2:] == ["--threads", "2"]
+    command = peer_command("llama.cpp", tmp_path, "smollm2-135m", 2, "bfloat16")
+    assert command[0] == "/bin/node" and command[-2:] == ["--threads", "2"]
+    assert command[command.index("--environment") + 1] == str(tmp_path / "llama.cpp")
+    with pytest.raises(ConfigError, match="in bfloat16, not in float32"):
+        peer_command("llama.cpp", tmp_path, "smollm2-135m", 2, "float32")
     with pytest.raises(ConfigError, match="of the embedded base alone"):
         peer_command("llama.cpp", tmp_path, "some/model", 2, "bfloat16")
     assert "--ngram" not in peer_command("vllm", tmp_path, "some/model", 2, "float32")
     assert "--ngram" in peer_command("vllm-ngram", tmp_path, "some/model", 2, "float32")
-
-
-def test_workers_are_where_commands_say() -> None:
-    assert (peers.WORKERS / "llama_cpp_worker.py").is_file() and (peers.WORKERS / "vllm_worker.py").is_file()
+    monkeypatch.setattr(peers.shutil, "which", lambda _: None)
+    with pytest.raises(ConfigError, match="needs Node 20 or newer"):
+        peer_command("llama.cpp", tmp_path, "smollm2-135m", 2, "bfloat16")
 
 
 def test_a_method_that_does_not_say_its_forwards_has_no_acceptance_length() -> None:
