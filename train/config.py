@@ -67,6 +67,9 @@ class HeadsConfig:
     """Train a vocabulary projection for each head instead of sharing the base's."""
     draft_vocab_size: int | None = None
     """Draft from this many most frequent tokens of the training data; null: from the whole vocabulary."""
+    start: str | None = None
+    """Trained heads to go on from, of the same family and shape: a directory, an embedded name or a Hub id. Their draft
+    vocabulary is kept."""
 
 
 @dataclass(frozen=True)
@@ -187,6 +190,7 @@ class TrainingConfig:
         """Settings of one family are refused for another, where they would do nothing."""
         heads, loss = self.heads, self.loss
         belongs: dict[str, tuple[bool, bool]] = {
+            "heads.start": (heads.start is not None, heads.family != "draft_model"),
             "heads.prefix_attention": (heads.prefix_attention, heads.family == "hydra"),
             "heads.own_projection": (heads.own_projection, heads.family != "draft_model"),
             "evaluation.depth": (self.evaluation.depth is not None, heads.family in ("eagle", "draft_model")),

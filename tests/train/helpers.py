@@ -82,12 +82,12 @@ def save_tiny_base(directory: Path) -> Path:
     return directory
 
 
-def write_rows(path: Path, count: int = 24, seed: int = 0) -> Path:
+def write_rows(path: Path, count: int = 24, seed: int = 0, letters: str = "abcdef ") -> Path:
     """Chat rows of random letters, answers of 5 to 30 characters."""
     draw = random.Random(seed)
     rows = []
     for i in range(count):
-        words = ["".join(draw.choices("abcdef ", k=draw.randint(5, 30))).strip() or "a" for _ in range(2)]
+        words = ["".join(draw.choices(letters, k=draw.randint(5, 30))).strip() or letters[0] for _ in range(2)]
         messages = [{"role": "user", "content": words[0]}, {"role": "assistant", "content": words[1]}]
         rows.append({"id": f"r{i}", "temperature": [0.0, 0.7][i % 2], "finished": i % 3 != 0, "messages": messages})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
