@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from decode.verify import Chooser
+from tests.decode.tiny_pair import base_dir, heads_dir  # noqa: F401
 
 
 class Replay:

@@ -4,97 +4,18 @@ from __future__ import annotations
 
 import errno
 import json
-import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from decode.cli import app
 from decode.engine import Decoder
-from decode.tree import Tree
-from medusa_heads import Base, MedusaHeads
-
-CONTEXT = 160
-METRICS = {
-    "tree_acceptance_length": {"greedy": 1.5},
-    "evaluation": {"greedy": {"top_accuracy": [[0.5, 0.6], [0.25, 0.3]]}},
-}
-TEMPLATE = (
-    "{% for m in messages %}<|{{ m['role'][0] }}|>{{ m['content'] }}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|a|>{% endif %}"
-)
-
-
-@pytest.fixture(scope="module")
-def base_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama and a byte-level tokenizer with a chat template."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    special = ["<|end|>", "<|s|>", "<|u|>", "<|a|>"]
-    vocabulary = {token: number for number, token in enumerate([*special, *alphabet])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|end|>", extra_special_tokens=special[1:], chat_template=TEMPLATE
-    )
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(vocabulary),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=CONTEXT,
-        initializer_range=0.3,
-        bos_token_id=None,
-        eos_token_id=0,
-        tie_word_embeddings=True,
-    )
-    path = tmp_path_factory.mktemp("base")
-    LlamaForCausalLM(config).save_pretrained(path)
-    fast.save_pretrained(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def heads_dir(base_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """New heads with a small tree."""
-    path = tmp_path_factory.mktemp("heads") / "heads"
-    heads = MedusaHeads.for_base(Base.load(str(base_dir), dtype="float32"), num_heads=2)
-    tree = Tree.from_rank_paths([(0,), (1,), (0, 0)])
-    extras = {"tree.json": json.dumps({"tree": tree.to_dict()}), "metrics.json": json.dumps(METRICS)}
-    heads.save_pretrained(path, extras=extras)
-    return path
-
-
-def run(*arguments: object, text: str | None = None) -> Any:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments], input=text)
-
-
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-ROWS = [
-    {"question_id": 81, "category": "writing", "turns": ["hello", "and then?"]},
-    {"id": "p", "prompt": "ünïcode"},
-    {"id": "m", "messages": [{"role": "user", "content": "a"}]},
-]
+from medusa_heads import Base
+from tests.decode.commands import ROWS, assert_one_line, read_lines, run, write_rows
+from tests.decode.tiny_pair import CONTEXT, METRICS
 
 
 def test_a_file_gives_a_line_for_each_turn_with_heads_and_without(
@@ -202,14 +123,6 @@ def test_a_stop_string_ends_the_text_before_it(base_dir: Path) -> None:
     assert (line["text"], line["finish_reason"]) == (text[: text.index(stop)], "stop")
 
 
-def assert_one_line(result: Any, pattern: str) -> None:
-    """Exit code 2, nothing on standard output, and one line on standard error that matches."""
-    assert result.exit_code == 2, result.output
-    assert result.stdout == ""
-    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1, result.stderr
-    assert re.search(pattern, result.stderr), result.stderr
-
-
 @pytest.mark.parametrize(
     ("arguments", "pattern"),
     [
@@ -300,119 +213,6 @@ def test_inspect_without_the_base_says_why_the_share_is_unknown(tmp_path: Path, 
     assert "gone" in report["base_error"]
 
 
-def test_compare_decodes_the_same_prompts_both_ways(tmp_path: Path, base_dir: Path, heads_dir: Path) -> None:
-    source = write_rows(tmp_path / "in.jsonl", ROWS)
-    options = ("--base", base_dir, "--heads", heads_dir, "--dtype", "float32", "--max-new-tokens", 8)
-    result = run("compare", "--input", source, *options, "--json")
-    assert result.exit_code == 0, result.output
-    report = json.loads(result.stdout)
-    assert (report["turns"], report["same"], len(report["rows"])) == (4, 4, 4)
-    assert report["plain"]["acceptance_length"] == 1.0
-    assert report["heads"]["acceptance_length"] >= 1.0
-    assert report["plain"]["new_tokens"] == report["heads"]["new_tokens"]
-    ratio = report["heads"]["tokens_per_second"] / report["plain"]["tokens_per_second"]
-    assert report["speedup"] == pytest.approx(ratio)
-    text = run("compare", *options).stdout
-    assert text.count("same text\n") == 4 and "same text in 4 of 4 answers" in text
-
-
-def test_approximate_acceptance_says_so_everywhere(base_dir: Path, heads_dir: Path) -> None:
-    pair = ("--base", base_dir, "--heads", heads_dir, "--dtype", "float32", "--max-new-tokens", 8, "--seed", 0)
-    typical = ("--acceptance", "approximate-typical", "--temperature", 0.8)
-    lines = run("generate", "hello", *pair, *typical, "--json")
-    assert lines.exit_code == 0, lines.output
-    line = json.loads(lines.stdout)
-    assert line["exact"] is False
-    assert (line["stats"]["exact"], line["stats"]["acceptance"]) == (False, "approximate-typical")
-    assert "does not have the base's law" in lines.stderr
-    streamed = run("generate", "hello", *pair, *typical)
-    assert "(approximate-typical acceptance)" in streamed.stderr.splitlines()[-1]
-    report = json.loads(run("compare", "hello", *pair, *typical, "--json").stdout)
-    assert (report["exact"], report["acceptance"]) == (False, "approximate-typical")
-    assert [report["rows"][0][way]["stats"]["exact"] for way in ("plain", "heads")] == [True, False]
-    talk = run("chat", *pair, *typical, text="hello\n/stats\n")
-    assert "(approximate-typical acceptance)" in talk.stdout
-    exact = json.loads(run("compare", "hello", *pair, "--json").stdout)
-    assert (exact["exact"], exact["acceptance"]) == (True, "exact")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--acceptance", "approximate-typical"), "is for sampling"),
-        (("--typical-epsilon", 0.2), "go with --acceptance approximate-typical"),
-        (("--plain", "--acceptance", "approximate-typical", "--temperature", 1), "--plain drafts nothing"),
-        (("--acceptance", "approximate-typical", "--temperature", 1, "--typical-alpha", 0), "typical_alpha > 0"),
-    ],
-)
-def test_a_rule_that_does_not_fit_is_refused(base_dir: Path, options: tuple[object, ...], message: str) -> None:
-    result = run("generate", "hello", "--base", base_dir, *options)
-    assert result.exit_code == 2 and message in result.stderr and len(result.stderr.splitlines()) == 1
-
-
-@pytest.fixture
-def chat(base_dir: Path, heads_dir: Path) -> Any:
-    def talk(*lines: str, options: tuple[object, ...] = ()) -> Any:
-        fixed = ("--base", base_dir, "--heads", heads_dir, "--dtype", "float32", "--max-new-tokens", 6)
-        return run("chat", *fixed, *options, text="\n".join(lines) + "\n")
-
-    return talk
-
-
-def test_chat_answers_with_the_history_and_saves_it(chat: Any, tmp_path: Path, base_dir: Path) -> None:
-    saved = tmp_path / "talk.json"
-    result = chat("hello", "and then?", "/stats", f"/save {saved}", "/quit", "never", options=("--system", "be"))
-    assert result.exit_code == 0, result.output
-    messages = json.loads(saved.read_text())["messages"]
-    roles = ["system", "user", "assistant", "user", "assistant"]
-    assert [message["role"] for message in messages] == roles
-    assert f"{messages[2]['content']}\n{messages[4]['content']}\n2 answers, " in result.stdout
-    assert "never" not in result.stdout
-
-    source = write_rows(tmp_path / "in.jsonl", [{"id": 0, "messages": messages[:4]}])
-    alone = run("generate", "--input", source, "--base", base_dir, "--plain", "--dtype", "float32",
-                "--max-new-tokens", 6)  # fmt: skip
-    assert json.loads(alone.stdout)["text"] == messages[4]["content"]
-
-
-def test_chat_forgets_on_reset(chat: Any, tmp_path: Path) -> None:
-    saved = tmp_path / "talk.json"
-    result = chat("hello", "/reset", "hello", f"/save {saved}")
-    first = result.stdout.split("\nforgotten\n")[0]
-    assert json.loads(saved.read_text())["messages"] == [
-        {"role": "user", "content": "hello"},
-        {"role": "assistant", "content": first},
-    ]
-
-
-def test_chat_goes_on_after_a_mistake(chat: Any) -> None:
-    result = chat("/help", "/nonsense", "/save", "x" * CONTEXT, "/stats")
-    assert result.exit_code == 0
-    assert "/reset" in result.stdout and "no answer yet" in result.stdout
-    errors = result.stderr.splitlines()
-    assert len(errors) == 3 and all(line.startswith("error: ") for line in errors)
-
-
-def test_ctrl_c_stops_one_answer_and_keeps_what_was_said(
-    chat: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stream = Decoder.stream
-
-    def interrupted(self: Decoder, *arguments: Any, **options: Any) -> Iterator[Any]:
-        monkeypatch.setattr(Decoder, "stream", stream)
-        yield next(iter(stream(self, *arguments, **options)))
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Decoder, "stream", interrupted)
-    saved = tmp_path / "talk.json"
-    result = chat("hello", "again", f"/save {saved}")
-    assert result.exit_code == 0, result.output
-    assert "[stopped]" in result.stderr
-    messages = json.loads(saved.read_text())["messages"]
-    assert len(messages) == 4
-    assert len(messages[1]["content"]) <= 1  # one round, one byte
-
-
 def test_help_comes_without_loading_torch() -> None:
     code = (
         "import sys\nfrom decode.cli import app\n"
@@ -424,57 +224,3 @@ def test_help_comes_without_loading_torch() -> None:
     assert "--max-new-tokens" in done.stdout
     version = run("--version")
     assert (version.exit_code, version.stdout.strip()) == (0, "0.1.0")
-
-
-@pytest.mark.parametrize("drafter", ["lookup", "exit:1", "heads+lookup", "model:BASE,depth=2", "HEADS"])
-def test_any_drafter_gives_the_same_text(base_dir: Path, heads_dir: Path, drafter: str) -> None:
-    drafter = drafter.replace("BASE", str(base_dir)).replace("HEADS", str(heads_dir))
-    named = ("--heads", heads_dir) if drafter.startswith("heads") else ("--base", base_dir)
-    common = ("abc abc abc", "--dtype", "float32", "--max-new-tokens", 12, "--json")
-    plain = json.loads(run("generate", *common, "--base", base_dir, "--plain").stdout)
-    ours = run("generate", *common, *named, "--drafter", drafter, "--no-guard")
-    assert ours.exit_code == 0, ours.stderr
-    assert json.loads(ours.stdout)["token_ids"] == plain["token_ids"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (("--plain", "--drafter", "lookup"), "--plain drafts nothing, and --drafter lookup says how to"),
-        (("--heads", "x", "--drafter", "lookup"), "drafts without the heads of --heads x"),
-        (("--base", "x", "--drafter", "heads+lookup"), "no heads are named for the base x"),
-        (("--drafter", "exit"), "exit needs a value"),
-    ],
-)
-def test_drafters_that_contradict_the_rest_are_refused(arguments: tuple[str, ...], complaint: str) -> None:
-    result = run("generate", "hello", *arguments)
-    assert result.exit_code == 2 and complaint in result.stderr
-
-
-def test_compare_and_verify_take_a_drafter(base_dir: Path, tmp_path: Path) -> None:
-    options = ("--base", base_dir, "--drafter", "lookup", "--limit", 1, "--max-new-tokens", 8)
-    compared = run("compare", *options, "--dtype", "float32", "--json")
-    assert compared.exit_code == 0, compared.stderr
-    assert json.loads(compared.stdout)["drafter"] == "lookup" and json.loads(compared.stdout)["same"] == 1
-    report = run("verify", *options, "--temperature", 0, "--json")
-    assert json.loads(report.stdout.splitlines()[-1])["drafter"] == "lookup"
-    assert json.loads(report.stdout.splitlines()[-1])["heads"] is None
-
-
-def test_compare_all_tells_every_way_in_one_table(base_dir: Path, heads_dir: Path, tmp_path: Path) -> None:
-    prompts = write_rows(tmp_path / "p.jsonl", [{"question_id": 1, "category": "qa", "turns": ["abab abab"]}])
-    options = ("compare", "--all", "--dtype", "float32", "--max-new-tokens", 6, "--input", prompts)
-    shown = run(*options, "--heads", heads_dir, "--output", tmp_path / "run")
-    assert shown.exit_code == 0, shown.stderr
-    assert all(way in shown.stdout for way in ("plain", "heads", "lookup", "exit:1", "heads+lookup"))
-    assert "what a pass of the base costs" in shown.stderr.splitlines()[0]
-    assert "what a pass" not in run(*options, "--heads", heads_dir, "--output", tmp_path / "run").stderr, "kept"
-    assert (tmp_path / "run" / "result.json").is_file() and (tmp_path / "run" / "result.png").is_file()
-    alone = run(*options, "--base", base_dir, "--way", "lookup", "--json")
-    ways = json.loads(alone.stdout)["temperatures"]["0.0"]
-    assert list(ways) == ["plain", "lookup"] and ways["lookup"]["against_plain"]["same_text"] == 1
-    for clash in (("--drafter", "lookup"), ("--typical-alpha", 0.2)):
-        refused = run(*options, "--heads", heads_dir, *clash)
-        assert refused.exit_code == 2 and "--all compares exact ways" in refused.stderr
-    assert "a prompt and --input are both given" in run(*options, "--heads", heads_dir, "hello").stderr
-    assert "go with --all" in run("compare", "--heads", heads_dir, "--way", "lookup").stderr

@@ -15,12 +15,12 @@ from decode.settings import GenerationSettings
 from medusa_heads.base import Base
 from medusa_heads.families import load_heads
 from medusa_heads.medusa import MedusaHeads
-from tests.decode.test_cli import assert_one_line, base_dir, run  # noqa: F401
+from tests.decode.commands import assert_one_line, run
 from tests.medusa_heads.formats.layouts import LLAMA, eagle1_shapes, random_tensors
 
 
 @pytest.fixture(scope="module")
-def base(base_dir: Path) -> Base:  # noqa: F811
+def base(base_dir: Path) -> Base:
     return Base.load(str(base_dir), dtype="float32")
 
 
@@ -66,7 +66,7 @@ def test_a_base_that_nobody_names_is_asked_for(tmp_path: Path) -> None:
     assert result.exit_code == 2 and "the heads do not name it: pass --base" in result.stderr
 
 
-def test_inspect_says_what_foreign_heads_were_taken_for(heads_dir: Path, base_dir: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_inspect_says_what_foreign_heads_were_taken_for(heads_dir: Path, base_dir: Path, tmp_path: Path) -> None:
     run("convert", heads_dir, tmp_path / "v", "--to", "vllm")
     report = json.loads(run("inspect", tmp_path / "v", "--json").stdout)
     assert report["format"] == "vLLM Medusa" and report["family"] == "medusa" and report["tree"] is None
@@ -75,7 +75,7 @@ def test_inspect_says_what_foreign_heads_were_taken_for(heads_dir: Path, base_di
     assert "vLLM Medusa" in text and "2 heads of 1 blocks" in text and "none stored" in text
 
 
-def test_inspect_asks_the_named_base_for_what_heads_do_not_say(base_dir: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_inspect_asks_the_named_base_for_what_heads_do_not_say(base_dir: Path, tmp_path: Path) -> None:
     from tests.medusa_heads.formats.layouts import sequence_shapes, store
 
     store(tmp_path / "t", {}, "medusa_lm_head.safetensors", random_tensors(sequence_shapes(2, 1, own=False)))
