@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from decode.text import REPLACEMENT, TextStream
-from tests.medusa_heads.test_embedded import byte_alphabet
+from tests.medusa_heads.tiny_wheel import byte_alphabet
 
 MERGES = [("S", "T"), ("ST", "OP"), ("O", "P"), ("e", "n"), ("en", "d"), ("Ġ", "a"), ("Ġ", "â")]
 

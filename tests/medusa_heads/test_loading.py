@@ -20,7 +20,7 @@ from medusa_heads.base import Base
 from medusa_heads.errors import BaseLoadError, ConfigError, UnsupportedModelError, UserError
 from medusa_heads.prepack import PackedLinear, can_prepack
 from tests.conftest import FAMILIES, VOCAB, tiny_model, tiny_tokenizer
-from tests.medusa_heads.test_embedded import TEMPLATE, tiny_tensors, write_gguf
+from tests.medusa_heads.tiny_wheel import TEMPLATE, tiny_tensors, write_gguf
 
 IDS = torch.tensor([[5, 17, 40, 8, 61, 33]])
 CPU = torch.device("cpu")
