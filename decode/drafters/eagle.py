@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,29 +19,26 @@ from torch import Tensor
 from decode.cache import TreeCache
 from decode.drafters import Draft, DraftRow
 from decode.drafters.gather import join_states, kept_states, take
+from decode.drafters.growing import GrowingDrafter
 from decode.drafters.growth import Growth, grow, start_growths
 from decode.drafters.projection import draft_projection
-from decode.dynamic import DynamicTree, TreeChoice, load_choice
+from decode.dynamic import DynamicTree, TreeChoice
 from decode.tree import Tree
 from medusa_heads.base import BaseOutput
-from medusa_heads.hub import heads_directory
+from medusa_heads.eagle import EagleHeads
 from medusa_heads.prepack import can_prepack, pack_linears, pack_siblings
 
 if TYPE_CHECKING:
     from medusa_heads.base import Base
-    from medusa_heads.eagle import EagleHeads
 
 CHUNK = 512
 """Positions of a prompt that the head reads in one pass: bounds the memory of attention."""
 
 
-class EagleDrafter:
-    """EAGLE heads and how far their trees may grow.
+class EagleDrafter(GrowingDrafter):
+    """EAGLE heads and how far their trees may grow (see `GrowingDrafter`)."""
 
-    Args:
-        tree: limits of a dynamic tree, or a topology for every round.
-        drawn: topology for rows whose children are drawn; default see `TreeChoice.of`.
-    """
+    heads_class = EagleHeads
 
     def __init__(self, heads: EagleHeads, base: Base, tree: DynamicTree | Tree, drawn: Tree | None = None):
         self.base = base
@@ -61,29 +57,6 @@ class EagleDrafter:
         self.draft_ids = self.heads.draft_ids
         self.cpu_ids = None if self.draft_ids is None else self.draft_ids.to("cpu")
         self._project = self.heads.lm_head if heads.config.own_projection else draft_projection(base, self.draft_ids)
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        name: str | Path,
-        base: Base,
-        *,
-        tree: DynamicTree | Tree | None = None,
-        drawn: Tree | None = None,
-        depth: int | None = None,
-        width: int | None = None,
-        nodes: int | None = None,
-        revision: str | None = None,
-    ) -> EagleDrafter:
-        """Heads by directory, embedded name or Hub id, with what was tuned for this machine (see `decode.profiles`), or
-        else their own `tree.json`, unless another tree is given, or other limits of a dynamic one."""
-        from medusa_heads.eagle import EagleHeads
-
-        directory = heads_directory(name, revision=revision)
-        heads = EagleHeads.from_pretrained(directory, base=base)
-        limits = {"depth": depth, "width": width, "nodes": nodes}
-        choice = load_choice(directory, base, tree=tree, drawn=drawn, limits=limits)
-        return cls(heads, base, choice.likeliest, choice.drawn)
 
     def start(self, rows: Sequence[DraftRow]) -> EagleSession:
         return EagleSession(self, rows)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,31 +18,27 @@ from torch import Tensor
 from decode.cache import TreeCache
 from decode.drafters import Draft, DraftRow
 from decode.drafters.gather import join_states, kept_states, take
+from decode.drafters.growing import GrowingDrafter
 from decode.drafters.growth import Growth, grow, start_growths
 from decode.drafters.projection import draft_projection
-from decode.dynamic import DynamicTree, TreeChoice, load_choice
+from decode.dynamic import DynamicTree, TreeChoice
 from decode.tree import Tree
 from medusa_heads.base import BaseOutput
 from medusa_heads.errors import ConfigError
-from medusa_heads.hub import heads_directory
+from medusa_heads.hydra import HydraHeads
 from medusa_heads.prepack import can_prepack, pack_linears, pack_siblings
 
 if TYPE_CHECKING:
     from medusa_heads.base import Base
-    from medusa_heads.hydra import HydraHeads
 
 CHUNK = 512
 """Positions of a prompt that the prefix attention reads in one pass."""
 
 
-class HydraDrafter:
-    """Hydra heads and how far their trees may grow.
+class HydraDrafter(GrowingDrafter):
+    """Hydra heads and how far their trees may grow (see `GrowingDrafter`)."""
 
-    Args:
-        tree: limits of a dynamic tree, or a topology for every round.
-        drawn: topology for rows whose children are drawn; default see `TreeChoice.of`.
-    """
-
+    heads_class = HydraHeads
     layers: Sequence[int] = ()
 
     def __init__(self, heads: HydraHeads, base: Base, tree: DynamicTree | Tree, drawn: Tree | None = None):
@@ -68,27 +63,8 @@ class HydraDrafter:
         self._project: Any = None if heads.config.own_projection else draft_projection(base, self.draft_ids)
 
     @classmethod
-    def from_pretrained(
-        cls,
-        name: str | Path,
-        base: Base,
-        *,
-        tree: DynamicTree | Tree | None = None,
-        drawn: Tree | None = None,
-        depth: int | None = None,
-        width: int | None = None,
-        nodes: int | None = None,
-        revision: str | None = None,
-    ) -> HydraDrafter:
-        """Heads by directory, embedded name or Hub id, with what was tuned for this machine (see `decode.profiles`), or
-        else their own `tree.json`, unless another tree is given, or other limits of a dynamic one."""
-        from medusa_heads.hydra import HydraHeads
-
-        directory = heads_directory(name, revision=revision)
-        heads = HydraHeads.from_pretrained(directory, base=base)
-        limits = {"depth": depth, "width": width, "nodes": nodes}
-        choice = load_choice(directory, base, deepest=heads.config.num_heads, tree=tree, drawn=drawn, limits=limits)
-        return cls(heads, base, choice.likeliest, choice.drawn)
+    def deepest(cls, heads: HydraHeads) -> int:
+        return heads.config.num_heads
 
     def start(self, rows: Sequence[DraftRow]) -> HydraSession:
         return HydraSession(self, rows)
