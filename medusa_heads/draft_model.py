@@ -127,7 +127,7 @@ class DraftModel(nn.Module):
 
     Args:
         base: not packed (`Base.load(prepack=False)`), for its layers are copied; it may be packed afterwards.
-        layers: the base's layers to begin as copies of, ascending; those of `spread_layers` in doubt.
+        layers: the base's layers to begin as copies of, ascending.
         draft_ids: (R,) tokens to draft from; None: all.
 
     Raises:
@@ -185,8 +185,7 @@ class DraftModel(nn.Module):
         base = self.base
         config = copy.deepcopy(self.config)
         setattr(config, KEY, {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(drafting).items()})
-        if hasattr(config, "quantization_config"):
-            del config.quantization_config  # how the base's file was packed: these weights are not
+        vars(config).pop("quantization_config", None)  # how the base's file was packed: these weights are not
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=base.dtype)
         tensors = {

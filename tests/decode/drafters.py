@@ -17,7 +17,7 @@ from decode.drafters.eagle import EagleDrafter
 from decode.drafters.early_exit import EarlyExitDrafter
 from decode.drafters.hydra import HydraDrafter
 from decode.drafters.lookup import LookupDrafter
-from decode.drafters.model import ModelDrafter
+from decode.drafters.model import ModelDrafter, SameTokenizer
 from decode.dynamic import DynamicTree
 from decode.tree import Tree
 from medusa_heads.base import Base
@@ -76,6 +76,13 @@ def _ending_by_tokenizer(base: Base) -> Base:
     return base
 
 
+def with_own_vocabulary(base: Base) -> ModelDrafter:
+    """A draft model that drafts from 40 tokens, as one that was trained to."""
+    model = relative(base)
+    return ModelDrafter(model, base, link=SameTokenizer(model, base, OWN_TOKENS), reach=BUSHY)
+
+
+OWN_TOKENS = [(11 * i + 3) % VOCAB for i in range(40)]
 MERGES = [("t", "h"), ("th", "e"), ("I", "J"), ("=", ">"), ("a", "b"), ("#", "$"), ("$", "%")]
 
 
@@ -90,6 +97,7 @@ DRAFTERS: dict[str, Callable[[Base], Any]] = {
     "lookup": lambda base: LookupDrafter(base, least=0.0),
     "model-chain": lambda base: ModelDrafter(relative(base), base, reach=CHAIN),
     "model-tree": lambda base: ModelDrafter(relative(base), base, reach=BUSHY),
+    "model-vocabulary": with_own_vocabulary,
     "shared-translated": lambda base: SharedDrafter(translated(base), base, reach=BUSHY),
     "shared-foreign": lambda base: SharedDrafter(foreign(), base, reach=BUSHY),
     "text-translated": lambda base: TextDrafter(translated(base), base, reach=CHAIN),

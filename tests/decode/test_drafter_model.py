@@ -8,11 +8,11 @@ import torch
 from decode.drafters import DraftRow
 from decode.drafters.adaptive import Reach, Record
 from decode.drafters.growth import FilledGrowth, LikeliestGrowth
-from decode.drafters.model import ModelDrafter, ModelSession
+from decode.drafters.model import ModelDrafter, ModelSession, SameTokenizer
 from decode.engine import Decoder
 from decode.settings import GenerationSettings
 from medusa_heads.base import Base
-from medusa_heads.errors import ConfigError
+from medusa_heads.errors import ConfigError, HeadsError
 from tests.conftest import tiny_base, tiny_model, tiny_tokenizer
 from tests.decode.drafters import BUSHY, CHAIN, PROMPT, greedy_by_hand, relative
 
@@ -71,6 +71,23 @@ def test_where_the_draft_models_context_ends_nothing_is_drafted() -> None:
     )
     assert result.token_ids == greedy_by_hand(base, PROMPT, 30)
     assert 0 < result.stats.tree_nodes - result.stats.rounds <= 4 * 8, "drafts of the first tokens alone"
+
+
+def test_a_vocabulary_of_its_own_is_all_that_is_multiplied_and_counted() -> None:
+    base = tiny_base()
+    model = relative(base)
+    states = torch.randn(2, 3, base.hidden_size)
+    for ids in ([40, 3, 77, 9, 0, 95, 12, 60], list(range(95, 20, -1))):
+        drafter = ModelDrafter(model, base, link=SameTokenizer(model, base, ids))
+        assert torch.allclose(drafter.project(states), model.project(states)[..., ids], atol=1e-5)
+        few = 2 * len(ids) <= base.vocab_size
+        spared = (base.vocab_size - len(ids)) * base.hidden_size if few else 0
+        assert drafter.pass_cost == min(0.9, (model.num_parameters - spared) / base.num_parameters)
+        assert (drafter.own_rows is not None) == few
+        text = Decoder(base, drafter, guard=None).generate(PROMPT, GenerationSettings(20, eos_token_ids=())).token_ids
+        assert text == greedy_by_hand(base, PROMPT, 20)
+    with pytest.raises(HeadsError, match=r"drafts token 96, and the vocabulary that it shares .* has 96"):
+        SameTokenizer(model, base, [4, 96])
 
 
 def test_a_draft_goes_on_as_long_as_a_pass_pays() -> None:
