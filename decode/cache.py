@@ -11,12 +11,24 @@ all of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the pass under way writes, and how far it reads, in shapes that stay the same while the text grows."""
+
+    slots: Tensor
+    """(T,), the slot of each token."""
+    window: int
+    """Slots that attention reads, from the first: those of the pass and more, which the mask hides."""
 
 
 class TreeLayer(CacheLayerMixin):
@@ -38,7 +50,14 @@ class TreeLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Writes (B, H, T, d) behind the committed slots and returns views (B, H, offset + T, d)."""
+        """Writes (B, H, T, d) behind the committed slots and returns views (B, H, offset + T, d); or as the cache's
+        `place` says."""
+        place = self.owner.place
+        if place is not None:
+            assert self.keys is not None and self.values is not None
+            self.keys.index_copy_(2, place.slots, key_states)
+            self.values.index_copy_(2, place.slots, value_states)
+            return self.keys[:, :, : place.window], self.values[:, :, : place.window]
         start, end = self.owner.offset, self.owner.offset + key_states.shape[-2]
         if not self.in_buffer:
             if start == 0:
@@ -54,7 +73,8 @@ class TreeLayer(CacheLayerMixin):
         return self.keys[:, :, :end], self.values[:, :, :end]
 
     def get_seq_length(self) -> int:
-        return self.owner.offset
+        place = self.owner.place
+        return self.owner.offset if place is None else place.window - place.slots.shape[0]
 
     def get_max_length(self) -> int:
         return -1
@@ -64,7 +84,7 @@ class TreeLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
         length = query_length if isinstance(query_length, int) else query_length.shape[0]
-        return self.owner.offset + length, 0
+        return self.get_seq_length() + length, 0
 
 
 class _Buffer:
@@ -74,6 +94,7 @@ class _Buffer:
         self.planes = planes
         first: Tensor = getattr(*planes[0])
         # Zeros, not empty memory: a hidden slot still enters 0 · value, and 0 · NaN is NaN.
+        self.fixed = False
         self.data = first.new_zeros((len(planes), *first.shape[:2], capacity, first.shape[-1]))
         for place, plane in enumerate(planes):
             given: Tensor = getattr(*plane)
@@ -100,7 +121,15 @@ class _Buffer:
         # index_select copies before the slice is written, so overlapping source and target are safe.
         own[:, :, first:last] = own.index_select(2, source.to(self.data.device))
 
+    def fix(self) -> None:
+        """Tells a compiler that the planes stay where they are from pass to pass, so that none is copied."""
+        if not self.fixed:
+            for layer, name in self.planes:
+                torch._dynamo.mark_static_address(getattr(layer, name))
+            self.fixed = True
+
     def _hand_out(self) -> None:
+        self.fixed = False
         for (layer, name), plane in zip(self.planes, self.data, strict=True):
             setattr(layer, name, plane)
             layer.in_buffer = True
@@ -113,6 +142,7 @@ class TreeCache(Cache):
         self.capacity = capacity
         self.lengths: list[int] = [0] * batch_size
         self.held = 0
+        self.place: Place | None = None
         self._buffers: list[_Buffer] = []
         super().__init__(layers=[TreeLayer(self) for _ in range(num_layers)])
 
@@ -154,6 +184,19 @@ class TreeCache(Cache):
         for buffer in self._buffers:
             if slots > buffer.capacity:
                 buffer.grow(max(slots, 2 * buffer.capacity))
+
+    @contextmanager
+    def placed(self, slots: Tensor, window: int) -> Iterator[None]:
+        """Around a pass whose tokens go to `slots` (T,) and whose attention reads the first `window` slots."""
+        self.make_buffers()
+        self.reserve(window)
+        for buffer in self._buffers:
+            buffer.fix()
+        self.place = Place(slots, window)
+        try:
+            yield
+        finally:
+            self.place = None
 
     def positions(self, depths: Tensor) -> Tensor:
         """Position of each node: its row's committed length plus its depth. Depths (T,) or (B, T) → (B, T)."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from decode.cache import TreeCache
 from decode.drafters import Draft, Drafter, DraftSession, SharesCache
+from decode.fixed import SLOTS, FixedPasses, rounded_up
 from decode.guard import DEFAULT_GUARD, CostMemory, Guard, GuardSettings
 from decode.mask import RunningMask
 from decode.rows import Row
@@ -166,7 +167,10 @@ class _Call:
             raise ConfigError(f"a prefix serves one prompt at a time, not {len(prompts)}")
         if prefix is None or not self._resume(prefix, decoder.drafter):
             longest = max(len(p) + own.max_new_tokens for p, own in zip(prompts, settings, strict=True))
-            self.cache = TreeCache(self.base.num_layers, len(prompts), longest + 64)
+            room = longest + 64
+            self.cache = TreeCache(
+                self.base.num_layers, len(prompts), rounded_up(room, SLOTS) if self.base.fixed_shapes else room
+            )
             if decoder.drafter is not None:
                 self.session = decoder.drafter.start([row.draft_row for row in self.rows])
             if prefix is not None:
@@ -175,6 +179,7 @@ class _Call:
         if isinstance(self.session, SharesCache):
             self.session.share(self.cache)
         self.mask = RunningMask.for_base(self.base, self.cache)
+        self.fixed = FixedPasses(self.base, self.cache, self.mask) if self.base.fixed_shapes else None
 
     def _resume(self, prefix: Prefix, drafter: Drafter | None) -> bool:
         """Takes over what a kept prefix shares with the prompt; False where it has nothing for this drafter."""
@@ -300,6 +305,8 @@ class _Call:
         return Draft([ROOT_ONLY] * len(roots), ids[:, None])
 
     def _forward_trees(self, draft: Draft) -> BaseOutput:
+        if self.fixed is not None:
+            return self.fixed.over(draft, self.layers)
         device = self.base.device
         shared = all(tree is draft.trees[0] for tree in draft.trees)
         if shared:
@@ -321,6 +328,7 @@ class _Call:
             key_positions=keys,
             cache=self.cache,
             layers=self.layers,
+            step=True,
         )
 
     def _settle(

@@ -41,11 +41,13 @@ class RunningMask:
             return None
         return cls(cache, base.query_groups, base.dtype, base.device)
 
-    def over(self, ancestors: Tensor) -> Tensor:
+    def over(self, ancestors: Tensor, slots: int | None = None) -> Tensor:
         """The mask for trees of T nodes: boolean (T, T) or (B, T, T), what each sees of its own → (B, 1, groups · T,
-        offset + T), a view that holds until the next call. 0 is visible, -inf hidden."""
+        offset + T), a view that holds until the next call. 0 is visible, -inf hidden. With `slots` the view is so wide,
+        and what is behind the tree is hidden."""
         nodes, offset = ancestors.shape[-1], self.cache.offset
-        self._make_room(nodes, offset + nodes)
+        width = offset + nodes if slots is None else slots
+        self._make_room(nodes, width)
         first, last = self._tree
         self._buffer[..., first:last] = -torch.inf
         for row, length in enumerate(self.cache.lengths):
@@ -56,9 +58,9 @@ class RunningMask:
                 self._buffer[row, ..., length:shown] = -torch.inf
             self._shown[row] = length
         self._tree = (offset, offset + nodes)
-        view = self._buffer[:, :, : self.groups * nodes, : offset + nodes]
+        view = self._buffer[:, :, : self.groups * nodes, :width]
         own = torch.zeros(ancestors.shape, dtype=view.dtype, device=view.device).masked_fill_(~ancestors, -torch.inf)
-        view[..., offset:] = own.reshape(-1, 1, nodes, nodes).repeat(1, 1, self.groups, 1)
+        view[..., offset : offset + nodes] = own.reshape(-1, 1, nodes, nodes).repeat(1, 1, self.groups, 1)
         return view
 
     def keep_rows(self, rows: Sequence[int]) -> None:

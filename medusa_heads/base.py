@@ -56,6 +56,9 @@ class Base:
             raise UnsupportedModelError(f"{type(model).__name__} has no output embeddings to draft or verify with")
         parameters = inspect.signature(self._decoder.forward).parameters
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
+        self._compiled: Any = None
+        self.fixed_shapes = False
+        """Whether the decoder should pad passes over trees to few shapes: compiled for a device that records them."""
         self.num_parameters = sum(p.numel() for p in model.parameters())
         self.hidden_size = int(self.config.hidden_size)
         self.num_layers = int(self.config.num_hidden_layers)
@@ -93,6 +96,25 @@ class Base:
         fuse_norms(self._decoder)
         self._projection = self.model.get_output_embeddings()
         return count
+
+    def compile(self, *, fixed_shapes: bool | None = None, backend: Any = "inductor") -> None:
+        """Has passes over trees (`forward` with `step`) run through `torch.compile`, from the first one on.
+
+        Args:
+            fixed_shapes: whether the decoder pads them to few shapes; default: on a GPU, whose CUDA graphs are recorded
+                by shape.
+            backend: of `torch.compile`.
+        """
+        from medusa_heads.compiling import CompiledDecoder
+
+        gpu = self.device.type == "cuda"
+        self.fixed_shapes = gpu if fixed_shapes is None else fixed_shapes
+        cuda_graphs = gpu and self.fixed_shapes and backend == "inductor"
+        self._compiled = CompiledDecoder(self._decoder, cuda_graphs=cuda_graphs, backend=backend)
+
+    @property
+    def is_compiled(self) -> bool:
+        return self._compiled is not None
 
     @property
     def device(self) -> torch.device:
@@ -218,6 +240,7 @@ class Base:
         decoder.config = config
         part = copy.copy(self)
         part._decoder, part.config, part.num_layers = decoder, config, count
+        part._compiled, part.fixed_shapes = None, False
         part.layer_kinds = _layer_kinds(config)
         outside = self.num_parameters - sum(p.numel() for p in layers.parameters())
         part.num_parameters = outside + sum(p.numel() for p in layers[:count].parameters())
@@ -233,6 +256,7 @@ class Base:
         key_positions: Tensor | None = None,
         cache: Any = None,
         layers: Sequence[int] = (),
+        step: bool = False,
     ) -> BaseOutput:
         """One pass over `input_ids` (B, T). Computes no logits.
 
@@ -244,6 +268,8 @@ class Base:
                 base has sliding-window layers.
             cache: a transformers `Cache`, filled in place.
             layers: states to return beside the last; number i is the state entering layer i.
+            step: a pass of decoding, one of many alike: compiled, after `compile`. What it returns may be overwritten
+                by the next one.
         """
         if position_ids is None and attention_mask is not None and attention_mask.dim() == 2:
             position_ids = (attention_mask.long().cumsum(-1) - 1).clamp_min(0)
@@ -253,7 +279,8 @@ class Base:
         arguments: dict[str, Any] = {"use_cache": cache is not None, self._cache_argument: cache}
         if layers:
             arguments["output_hidden_states"] = True
-        out = self._decoder(input_ids=input_ids, attention_mask=mask, position_ids=position_ids, **arguments)
+        decoder = self._compiled if step and self._compiled is not None else self._decoder
+        out = decoder(input_ids=input_ids, attention_mask=mask, position_ids=position_ids, **arguments)
         states = tuple(out.hidden_states[i] for i in layers) if layers else ()
         return BaseOutput(out.last_hidden_state, states)
 

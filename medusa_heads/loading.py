@@ -41,6 +41,7 @@ def load(
     trust_remote_code: bool = False,
     local_files_only: bool = False,
     prepack: bool = True,
+    compile: bool = False,
 ) -> Base:
     """Loads a base and its tokenizer.
 
@@ -51,6 +52,8 @@ def load(
         quantization_config: passed to transformers (bitsandbytes, torchao, …; see docs/generate.md).
         prepack: pack the linear layers for the CPU at load, which about halves each decoding step there. Quantised
             layers stay as they are.
+        compile: run passes of decoding through `torch.compile` (`Base.compile`), which costs minutes before the first
+            answer and pays in long runs alone; see docs/speed.md.
 
     Raises:
         BaseLoadError: not found, unreadable.
@@ -87,6 +90,8 @@ def load(
     if prepack:
         base.prepack()
     _check_causal(base)
+    if compile:
+        base.compile()
     return base
 
 

@@ -18,6 +18,23 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 
+def _packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")
+
+
+def _packed_linear_shape(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], packed.shape[0]))
+
+
+# What a compiler sees of a packed layer: one operation that it calls and does not look into. torch's own, whose weight
+# Inductor expects to be a constant of its own packing, it refuses.
+_LIBRARY = torch.library.Library("medusa_heads", "DEF")
+_LIBRARY.define("packed_linear(Tensor x, Tensor packed, Tensor? bias) -> Tensor")
+_LIBRARY.impl("packed_linear", _packed_linear, "CPU")
+_LIBRARY.impl("packed_linear", _packed_linear, "MkldnnCPU")
+torch.library.register_fake("medusa_heads::packed_linear", _packed_linear_shape, lib=_LIBRARY)
+
+
 class PackedLinear(nn.Module):
     """`y = x Wᵀ + b` with W in oneDNN's blocked layout. Inference only; holds no parameters.
 
@@ -33,6 +50,8 @@ class PackedLinear(nn.Module):
         self._product = torch.ops.mkldnn._linear_pointwise.default  # the overload: not looked up at every call
 
     def forward(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return torch.ops.medusa_heads.packed_linear(x, self.packed, self.bias)
         return self._product(x, self.packed, self.bias, "none", [], "")
 
     def extra_repr(self) -> str:
