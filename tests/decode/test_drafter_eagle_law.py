@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from decode import rows, verify
 from decode.drafters import DraftRow
@@ -23,31 +22,12 @@ from decode.tree import Tree
 from decode.verify import Chooser, verify_sampled
 from medusa_heads.base import Base
 from tests.decode.eagle_heads import KINDS, random_heads
+from tests.decode.small import small_base
 from tests.decode.test_sampling_law import HOT, LEVEL, SAMPLING, WARM, p_values, uniforms, write
 
 PROMPT = [1, 0, 2, 1]
 SMALL = Tree.from_rank_paths([(0,), (1,), (0, 0)])
 TREE = Tree.from_rank_paths([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
-
-
-def small_base(vocabulary: int, positions: int = 200) -> Base:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=positions,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
-    model = LlamaForCausalLM(config)
-    with torch.no_grad():
-        model.lm_head.weight *= 20.0  # laws that are far from flat and differ from prefix to prefix
-    return Base.from_model(model)
 
 
 def drafter_of(base: Base, kind: str, tree: DynamicTree | Tree, drawn: Tree | None = None, ids: Any = None) -> Any:
@@ -60,7 +40,7 @@ def drafter_of(base: Base, kind: str, tree: DynamicTree | Tree, drawn: Tree | No
 def test_two_tokens_have_the_law_of_the_base_by_enumeration(
     enumerate_law: Callable[[Callable[[Chooser], Hashable]], dict[Hashable, float]], kind: str, ids: Tensor | None
 ) -> None:
-    base = small_base(3)
+    base = small_base(3, layers=3)
     drafter = drafter_of(base, kind, SMALL, ids=ids)
     output = base.forward(torch.tensor([PROMPT[:-1]]), layers=tuple(drafter.layers))
     laws: dict[tuple[int, ...], Tensor] = {}
@@ -102,7 +82,7 @@ def test_long_texts_have_the_law_of_the_base(kind: str, drawn: bool, monkeypatch
         return verify_sampled(*given)
 
     monkeypatch.setattr(rows, "verify_sampled", counted)
-    base, prompt = small_base(6, 600), [1, 2, 3]
+    base, prompt = small_base(6, layers=3, positions=600), [1, 2, 3]
     drafter = drafter_of(base, kind, DynamicTree(3, 3, 9), TREE)
     sampling = [WARM, HOT] if drawn else [SAMPLING]
     texts = write(Decoder(base, drafter, guard=None), prompt, 200, 100, 100, 1000, sampling)

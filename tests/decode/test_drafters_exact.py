@@ -9,7 +9,6 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from decode.cache import TreeCache
 from decode.drafters import DraftRow, SharesCache
@@ -20,31 +19,12 @@ from decode.drafters.lookup import LookupDrafter
 from decode.drafters.model import ModelDrafter
 from decode.verify import Chooser, verify_point_mass, verify_sampled
 from medusa_heads.base import Base
+from tests.decode.small import small_base
 from tests.decode.test_verify_exact import Prefix, assert_same_joint, emitted_tokens
 
 Enumerate = Callable[[Callable[[Chooser], Hashable]], dict[Hashable, float]]
 SIZE = 3
 PROMPT = (1, 0, 2, 1, 0)
-
-
-def small(vocabulary: int, seed: int = 0, layers: int = 2) -> Base:
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=200,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
-    model = LlamaForCausalLM(config)
-    with torch.no_grad():
-        model.lm_head.weight *= 20.0  # laws that are far from flat and differ from prefix to prefix
-    return Base.from_model(model)
 
 
 class Part:
@@ -62,9 +42,9 @@ class Part:
 CHAIN = Reach(depth=2, pass_cost=0.0)
 BUSHY = Reach(depth=2, width=2, nodes=5, pass_cost=0.0)
 DRAWING: dict[str, Callable[[Base], Any]] = {
-    "chain": lambda base: ModelDrafter(small(SIZE, 3), base, reach=CHAIN),
-    "tree": lambda base: ModelDrafter(small(SIZE, 3), base, reach=BUSHY),
-    "shared part": lambda base: ModelDrafter(small(4, 3), base, link=Part(), reach=BUSHY),
+    "chain": lambda base: ModelDrafter(small_base(SIZE, layers=2, seed=3), base, reach=CHAIN),
+    "tree": lambda base: ModelDrafter(small_base(SIZE, layers=2, seed=3), base, reach=BUSHY),
+    "shared part": lambda base: ModelDrafter(small_base(4, layers=2, seed=3), base, link=Part(), reach=BUSHY),
     "exit": lambda base: EarlyExitDrafter(base, 1, reach=BUSHY),
     "exit+lookup": lambda base: CombinedDrafter(
         [EarlyExitDrafter(base, 1, reach=CHAIN), LookupDrafter(base)], base.device
@@ -75,7 +55,7 @@ DRAWING: dict[str, Callable[[Base], Any]] = {
 
 @pytest.mark.parametrize(("name", "temperature"), [*((name, 1.0) for name in DRAWING), ("chain", 1.5)])
 def test_a_round_has_the_law_of_the_base(enumerate_law: Enumerate, name: str, temperature: float) -> None:
-    base = small(SIZE)
+    base = small_base(SIZE, layers=2)
     drafter = DRAWING[name](base)
     known: dict[Prefix, Tensor] = {}
 

@@ -9,7 +9,6 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from decode.drafters import Draft, DraftRow
 from decode.drafters.medusa import MedusaDrafter, MedusaSession
@@ -20,32 +19,13 @@ from decode.tree import Tree
 from decode.verify import Chooser, draw_siblings, verify_sampled
 from medusa_heads.base import Base, BaseOutput
 from medusa_heads.medusa import MedusaHeads
+from tests.decode.small import small_base
 from tests.decode.test_verify_exact import Prefix, assert_same_joint, emitted_tokens
 
 Enumerate = Callable[[Callable[[Chooser], Hashable]], dict[Hashable, float]]
 PROMPT = [1, 3, 0, 2]
 TREE = Tree((-1, 0, 0, 1, 1, 2), (0, 0, 1, 0, 2, 0))
 """Node 4 takes the third candidate of its depth; drawn, it is the second draw."""
-
-
-def small_base(vocabulary: int) -> Base:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=200,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
-    model = LlamaForCausalLM(config)
-    with torch.no_grad():
-        model.lm_head.weight *= 20.0  # laws that are far from flat and differ from prefix to prefix
-    return Base.from_model(model)
 
 
 def heads_for(base: Base, num_heads: int = 2, draft_ids: Tensor | None = None, own: bool = False) -> MedusaHeads:

@@ -17,7 +17,6 @@ import pytest
 import torch
 from scipy.stats import chi2
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from decode import rows, verify
 from decode.drafters import Draft, DraftRow
@@ -29,6 +28,7 @@ from decode.tree import Tree
 from decode.verify import draw_siblings
 from medusa_heads.base import Base, BaseOutput
 from medusa_heads.medusa import MedusaHeads
+from tests.decode.small import small_base
 
 VOCABULARY, LEVEL = 6, 1e-4
 TREE = Tree.from_rank_paths([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
@@ -42,23 +42,7 @@ WARM, HOT = SamplingParams(temperature=1.0, top_p=0.95), SamplingParams(temperat
 
 @pytest.fixture(scope="module")
 def base() -> Base:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=600,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
-    model = LlamaForCausalLM(config)
-    with torch.no_grad():
-        model.lm_head.weight *= 20.0  # laws that are far from flat and differ from prefix to prefix
-    return Base.from_model(model)
+    return small_base(VOCABULARY, positions=600)
 
 
 def medusa(base: Base, tree: Tree = TREE) -> MedusaDrafter:
