@@ -42,8 +42,8 @@ class Meter:
         self.done = done
         self.path: Path = config.run_directory / "metrics.jsonl"
         self.steps = 0
-        self.positions = 0.0
-        self.tokens = 0.0
+        self.positions = 0
+        self.tokens = 0
         self.seconds = 0.0
         self._clear()
 
@@ -83,9 +83,9 @@ class Meter:
         sums = self.accelerator.reduce(sums.float(), "sum").cpu()
         now = time.perf_counter()
         elapsed, self.clock = now - self.clock, now
-        figures, tokens = sums[:-1].reshape(-1, 3), float(sums[-1])
+        figures, tokens = sums[:-1].reshape(-1, 3), round(float(sums[-1]))
         loss, accuracy = (figures[:, :2] / figures[:, 2:].clamp_min(1)).T.tolist()
-        positions = float(figures[0, 2])
+        positions = round(float(figures[0, 2]))
         self.steps += self._pending
         self.positions += positions
         self.tokens += tokens
