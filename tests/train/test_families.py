@@ -1,4 +1,4 @@
-"""What every family of heads that reads more than single states must show in training."""
+"""What every family of heads must show in training; what is Medusa's alone is in `test_train_heads`."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ EAGLE3 = {
 HYDRA = {"heads": {"family": "hydra", "num_heads": 3, "num_layers": 2}, "loss": {"teacher_weight": 0.5}}
 PREFIXED = {"heads": {"family": "hydra", "num_heads": 3, "prefix_attention": True, "own_projection": True}}
 FAMILIES = {"eagle1": EAGLE1, "eagle3": EAGLE3, "hydra": HYDRA, "hydra-prefix": PREFIXED}
+"""Those that read more than single states."""
+ALL = {"medusa": {}, **FAMILIES}
 
 
 @pytest.fixture(autouse=True)
@@ -89,16 +91,19 @@ def test_a_run_learns_resumes_bit_for_bit_and_leaves_a_drafter(place, tmp_path, 
     assert f"{metrics['tree_acceptance_length']['greedy']:.2f}" in card and f"{metrics['parameters']:,}" in card
 
 
-@pytest.mark.parametrize("family", ["eagle1", "eagle3", "hydra-prefix"])
+@pytest.mark.parametrize("family", ["medusa", "eagle1", "eagle3", "hydra-prefix"])
 def test_live_states_train_the_same_heads_as_cached_ones(place, tmp_path, family):
-    settings = {**FAMILIES[family], "max_steps": 1, "positions_per_step": 10_000}
-    live = weights(run(place, tmp_path / "live", features={"directory": None}, **settings))
-    cached = weights(run(place, tmp_path / "cached", features=whole(place), **settings))
+    settings = {**ALL[family], "max_steps": 1, "positions_per_step": 10_000}
+    out = run(place, tmp_path / "live", features={"directory": None}, **settings)
+    training = json.loads((out / "metrics.json").read_text())["training"]
+    assert training["base_tokens_per_second"] > training["tokens_per_second"] > 0
+    assert 0 < training["share_of_base_speed"] < 1
+    live, cached = weights(out), weights(run(place, tmp_path / "cached", features=whole(place), **settings))
     for key in live:
         torch.testing.assert_close(live[key].float(), cached[key].float(), rtol=0, atol=2e-4)
 
 
-@pytest.mark.parametrize("family", ["eagle1", "hydra-prefix"])
+@pytest.mark.parametrize("family", ["medusa", "eagle1", "hydra-prefix"])
 def test_two_processes_train_what_one_does(place, tmp_path, family):
     outputs = []
     for processes, accumulation in ((1, 1), (2, 2)):
@@ -108,7 +113,7 @@ def test_two_processes_train_what_one_does(place, tmp_path, family):
             output=str(output),
             gradient_accumulation_steps=accumulation,
             max_steps=4,
-            **{**FAMILIES[family], "features": whole(place)},
+            **{**ALL[family], "features": whole(place)},
         )
         (tmp_path / "c.yaml").write_text(yaml.safe_dump(data))
         done = launch(["--config", str(tmp_path / "c.yaml")], processes)
@@ -120,6 +125,7 @@ def test_two_processes_train_what_one_does(place, tmp_path, family):
         torch.testing.assert_close(one[key].float(), two[key].float(), rtol=1e-2, atol=2e-5)
     for a, b in zip(*map(logged, outputs), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+        assert a["accuracy_head_0"] == pytest.approx(b["accuracy_head_0"])
 
 
 def test_a_cache_of_answers_is_refused_where_whole_rows_are_read(place, tmp_path):

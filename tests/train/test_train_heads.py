@@ -16,7 +16,7 @@ from decode.engine import Decoder, GenerationSettings
 from medusa_heads import Base, MedusaHeads
 from medusa_heads.errors import ConfigError
 from tests.train.helpers import save_tiny_base, tiny_config, write_rows
-from tests.train.runs import assert_same_weights, launch, logged, repeated, run, weights
+from tests.train.runs import assert_same_weights, logged, repeated, run
 from train import features
 from train.checkpoint import checkpoints
 from train.config import TrainingConfig, build
@@ -55,6 +55,7 @@ def test_a_run_leaves_a_whole_heads_directory(place, tmp_path):
     assert greedy["top_accuracy"][0] == sorted(greedy["top_accuracy"][0])
     assert metrics["parameters"] == 3 * 2 * (32 * 32 + 32)
     assert metrics["training"]["peak_memory_bytes"] > 2**20
+    assert all(type(metrics["training"][name]) is int for name in ("steps", "positions", "tokens"))
     assert build(TrainingConfig, yaml.safe_load((out / "training_config.yaml").read_text())).output == str(out)
     losses = [row["loss"] for row in logged(out)]
     assert losses[-1] < losses[0]
@@ -119,40 +120,6 @@ def test_a_checkpoint_of_other_settings_is_refused(place, tmp_path):
     run(place, tmp_path / "a", max_steps=4, checkpoint_every=2)
     with pytest.raises(ConfigError, match="optimizer"):
         run(place, tmp_path / "a", max_steps=4, checkpoint_every=2, optimizer={"learning_rate": 0.5})
-
-
-def test_live_states_train_the_same_heads_as_cached_ones(place, tmp_path):
-    live = run(place, tmp_path / "live", features={"directory": None}, max_steps=1, positions_per_step=10_000)
-    cached = run(place, tmp_path / "cached", max_steps=1, positions_per_step=10_000)
-    a, b = weights(live), weights(cached)
-    assert all(torch.allclose(a[k].float(), b[k].float(), atol=1e-4) for k in a)
-    training = json.loads((live / "metrics.json").read_text())["training"]
-    assert training["base_tokens_per_second"] > training["tokens_per_second"] > 0
-    assert 0 < training["share_of_base_speed"] < 1
-
-
-def test_two_processes_train_what_one_does(place, tmp_path):
-    outputs = []
-    for processes, accumulation in ((1, 1), (2, 2)):
-        output = tmp_path / f"by-{processes}"
-        data = tiny_config(
-            place,
-            output=str(output),
-            features={"directory": str(place / "states"), "dtype": "float32"},
-            gradient_accumulation_steps=accumulation,
-            max_steps=4,
-        )
-        (tmp_path / "c.yaml").write_text(yaml.safe_dump(data))
-        done = launch(["--config", str(tmp_path / "c.yaml")], processes)
-        assert done.returncode == 0, done.stderr[-2000:]
-        assert f"{processes} process(es)" in done.stdout
-        outputs.append(output)
-    one, two = map(weights, outputs)
-    for key in one:
-        torch.testing.assert_close(one[key].float(), two[key].float(), rtol=1e-2, atol=2e-5)
-    for a, b in zip(*map(logged, outputs), strict=True):
-        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
-        assert a["accuracy_head_0"] == pytest.approx(b["accuracy_head_0"])
 
 
 def test_the_command_line_names_what_is_wrong_without_a_traceback(tmp_path, capsys):
