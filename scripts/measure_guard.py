@@ -160,6 +160,7 @@ def main(given: Sequence[str] | None = None) -> int:
 
     from decode.benchmark.log import Log
     from decode.cli.common import quiet_transformers
+    from decode.drafters.specs import parse_all
     from medusa_heads.base import Base
     from medusa_heads.errors import ConfigError, UserError
 
@@ -168,6 +169,7 @@ def main(given: Sequence[str] | None = None) -> int:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     try:
+        parse_all(options.drafter)  # a name that is none is refused before the base is loaded
         log = Log(options.output / "rows.jsonl", configuration(options))
         base = Base.load(options.base, dtype=options.dtype, device=options.device)
         cases = build_cases(base, options)

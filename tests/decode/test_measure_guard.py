@@ -180,5 +180,7 @@ def test_a_run_that_cannot_be_is_one_line(base_dir: Path, tmp_path: Path, capsys
     given = ["--base", str(base_dir), "--drafter", "lookup"]
     assert measure_guard.main([*given, "--output", str(tmp_path / "a"), "--cases", "noise for heads"]) == 2
     assert "no heads that noise could replace" in capsys.readouterr().err
+    assert measure_guard.main(["--base", "nowhere", "--drafter", "lokup", "--output", str(tmp_path / "c")]) == 2
+    assert "is it 'lookup'?" in capsys.readouterr().err and not (tmp_path / "c").exists()
     assert measure_guard.main([*given, "--output", str(tmp_path / "b")]) == 2
     assert "has no room for" in capsys.readouterr().err
