@@ -45,6 +45,15 @@ class Rotary(nn.Module):
         )
         self.angles = LlamaRotaryEmbedding(config)
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Rotary:
+        """Moves with the module, but stays in float32: rounded to bfloat16, the frequencies turn keys by up to 0.09 too
+        much at 64 tokens' distance, which training did not see."""
+        before = dict(self.angles.named_buffers())
+        super()._apply(fn, recurse)
+        for name, buffer in before.items():
+            setattr(self.angles, name, buffer.to(getattr(self.angles, name).device))
+        return self
+
     def tables(self, like: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin (B, 1, T, size) in the dtype of `like`, for positions (B, T)."""
         cos, sin = self.angles(like, position_ids)

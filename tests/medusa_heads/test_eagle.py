@@ -125,3 +125,13 @@ def test_configs_that_contradict_themselves_are_refused() -> None:
             EagleConfig.from_dict({**config, **change})
     with pytest.raises(ConfigError, match="do not lie within the base's 2"):
         EagleHeads.for_base(tiny_base(), layers=(0, 7))
+
+
+def test_positions_are_the_same_in_bfloat16() -> None:
+    """Angles are of float32 frequencies, as in training, whatever the dtype that the heads are given."""
+    heads = EagleHeads.for_base(tiny_base(), version=1)
+    positions = torch.arange(200)[None]
+    wanted = heads.layer.rotary.tables(torch.zeros(1), positions)
+    found = heads.to(torch.bfloat16).layer.rotary.tables(torch.zeros(1), positions)
+    assert heads.layer.self_attn.q_proj.weight.dtype == torch.bfloat16
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
