@@ -4,8 +4,9 @@
 
 Exports the heads (`medusa-decode convert --to vllm`), starts vLLM without and with them in an environment of its own
 (`--vllm`, made on first use), asks both for greedy completions of the same prompts over HTTP, and reads what vLLM's own
-metrics say of its drafts. The same prompts are then decoded here with a chain of the same length, since vLLM drafts
-chains. Token ids are compared; acceptance is compared as drafts accepted a round, position by position.
+metrics say of its drafts. The same prompts are then decoded here from the same export, with a chain of the same length,
+since vLLM drafts chains. Token ids are compared; acceptance is compared as drafts accepted a round, position by
+position.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--limit", type=int, help="of prompts")
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--tokens", type=int, default=3, help="drafted a round by EAGLE heads; Medusa: one a head")
+    parser.add_argument("--all-rows", action="store_true", help="as for convert; EAGLE-1 heads of chosen rows need it")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--vllm", type=Path, default=ROOT / ".venv-vllm", help="environment with vLLM; made if absent")
     parser.add_argument("--output", type=Path, required=True, help="directory for result.json and the servers' logs")
@@ -245,7 +247,6 @@ def serve_heads(
     """One export, one server with it, and the same decoded here."""
     from medusa_heads.families import load_heads
     from medusa_heads.formats.writing import write_foreign
-    from medusa_heads.hub import heads_directory
 
     heads = load_heads(name, dtype=base.dtype)
     config = heads.config
@@ -253,14 +254,14 @@ def serve_heads(
     tokens = config.num_heads if family == "medusa" else options.tokens
     with tempfile.TemporaryDirectory() as scratch:
         export = Path(scratch) / "heads"
-        notes = write_foreign(heads, "vllm", export, base)
+        notes = write_foreign(heads, "vllm", export, base, all_rows=options.all_rows)
         draft = vllm_options(export, config, family, tokens)
         log = options.output / f"server-{family}.log"
         with served(vllm_command(options.vllm), base_path, options, draft, log) as url:
             before = draft_counts(url)
             texts = [completion(url, prompt, options.max_new_tokens) for prompt in prompts]
             counts = difference(draft_counts(url), before)
-    here, here_counts = decoded_here(base, str(heads_directory(name)), prompts, options, tokens)
+        here, here_counts = decoded_here(base, str(export), prompts, options, tokens)
     return {
         "heads": name,
         "family": family,
