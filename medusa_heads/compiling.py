@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from medusa_heads.errors import UnsupportedModelError
+from medusa_heads.prepack import packed_weights
 
 GRAPHS = 64
 """Compilations of one decoder at most: by batch sizes of one and more, one token and more, layers asked for."""
@@ -27,6 +28,9 @@ class CompiledDecoder:
 
     def __init__(self, decoder: nn.Module, *, cuda_graphs: bool, backend: Any):
         self.name = type(decoder).__name__
+        for weight in packed_weights(decoder):
+            # As parameters are. Else a size of theirs is a symbol, and one that equals the tree's is taken to be its.
+            torch._dynamo.mark_static(weight)
         options: dict[str, Any] | None = {"triton.cudagraphs": True} if cuda_graphs else None
         self._run = torch.compile(decoder, dynamic=True, fullgraph=True, backend=backend, options=options)
 

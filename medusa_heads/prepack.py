@@ -107,6 +107,17 @@ class PackedSibling(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}, of {len(self.siblings.sizes)}"
 
 
+def packed_weights(model: nn.Module) -> list[Tensor]:
+    """The packed weights among a model's layers."""
+    layers: list[PackedLinear] = []
+    for module in model.modules():
+        if isinstance(module, PackedLinear):
+            layers.append(module)
+        elif isinstance(module, PackedSibling) and module.index == 0:
+            layers.append(module.siblings.joint)
+    return [layer.packed for layer in layers]
+
+
 def can_prepack(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether this build of torch packs weights of `dtype` on `device`."""
     if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):

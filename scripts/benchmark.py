@@ -42,6 +42,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--peer-directory", type=Path, help="what scripts/peers/setup.py has made")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
     parser.add_argument("--device", help="default: the GPU if there is one")
+    parser.add_argument("--compile", action="store_true", help="compile the base of plain and heads")
     parser.add_argument("--threads", type=int, help="of the CPU; default: torch's choice")
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0], help="0 is greedy")
     parser.add_argument("--max-new-tokens", type=int, default=128)
@@ -118,6 +119,7 @@ def configuration(options: argparse.Namespace, heads: dict[str, str]) -> dict[st
         # Named where they are used, so that runs from before they were there can be continued.
         **({"peers": options.peers} if options.peers else {}),
         **({"guard": False} if options.no_guard else {}),
+        **({"compile": True} if options.compile else {}),
     }
 
 
@@ -144,7 +146,7 @@ def build_methods(
     from medusa_heads.attention import FOLDED
     from medusa_heads.base import Base
 
-    base = Base.load(options.base, dtype=options.dtype, device=options.device)
+    base = Base.load(options.base, dtype=options.dtype, device=options.device, compile=options.compile)
     methods: dict[str, Any] = {}
     trees: dict[str, Any] = {}
     if "plain" in options.methods:
