@@ -93,8 +93,8 @@ class _Buffer:
     def __init__(self, planes: Sequence[tuple[TreeLayer, str]], capacity: int):
         self.planes = planes
         first: Tensor = getattr(*planes[0])
-        # Zeros, not empty memory: a hidden slot still enters 0 · value, and 0 · NaN is NaN.
         self.fixed = False
+        # Zeros, not empty memory: a hidden slot still enters 0 · value, and 0 · NaN is NaN.
         self.data = first.new_zeros((len(planes), *first.shape[:2], capacity, first.shape[-1]))
         for place, plane in enumerate(planes):
             given: Tensor = getattr(*plane)

@@ -2,7 +2,7 @@
 
 One graph for trees of any size behind a text of any length, and one for a single token: sizes are symbols in them, so
 that a round's lengths compile nothing anew. On a GPU the graphs are recorded as CUDA graphs besides, one recording for
-each combination of sizes that occurs, which is why the decoder pads sizes there (`decode.static`).
+each combination of sizes that occurs, which is why the decoder pads sizes there (`decode.fixed`).
 """
 
 from __future__ import annotations
