@@ -110,13 +110,15 @@ def choose_drafter(
 ) -> tuple[str | None, str | None, str | None]:
     """Names of the base and the heads to use as in `choose`, and the drafter: None decodes plainly.
 
-    Without `--drafter` the heads draft. A drafter without heads needs none, and has the embedded base by default.
+    Without `--drafter` the heads of `--heads` draft, or, where none are named, what drafts best for the embedded base.
+    A drafter without heads needs none, and has the embedded base by default.
     """
-    from decode.drafters.specs import OWN_HEADS, parse_all
+    from decode.drafters.specs import EMBEDDED_WAY, OWN_HEADS, parse_all
 
     if drafter is None:
+        own = OWN_HEADS if heads is not None else EMBEDDED_WAY
         base, heads = choose(base, heads, plain)
-        return base, heads, None if heads is None else OWN_HEADS
+        return base, heads, None if heads is None else own
     if plain:
         raise UserError(f"--plain drafts nothing, and --drafter {drafter} says how to: leave one out")
     named = [value for kind, value, _ in parse_all(drafter) if kind == "heads"]

@@ -123,7 +123,6 @@ def compare(
         return
     if way is not None or output_path is not None:
         raise UserError("--way and --output go with --all")
-    from decode.drafters.specs import OWN_HEADS
 
     rows = rows_of(prompt, input_path)
     settings = common.settings(
@@ -144,7 +143,7 @@ def compare(
         if not json_report:
             typer.echo(describe(comparison))
     report = totals(done) | {"base": pair.base.name, "dtype": dtype.value, "temperature": temperature}
-    report |= {"drafter": drafter or OWN_HEADS}
+    report |= {"drafter": common.choose_drafter(base, heads, False, drafter)[2]}
     report |= {"acceptance": settings.acceptance, "exact": settings.acceptance == "exact"}
     if json_report:
         typer.echo(json.dumps(report | {"rows": [c.as_dict() for c in done]}, ensure_ascii=False))

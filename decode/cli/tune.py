@@ -49,6 +49,7 @@ def tune(
     from decode.drafters.eagle import EagleDrafter
     from decode.drafters.hydra import HydraDrafter
     from decode.drafters.medusa import MedusaDrafter
+    from decode.drafters.specs import OWN_HEADS
     from decode.machine import load_average, versions
     from decode.measure import CONTEXTS, SIZES, measure_costs
     from decode.profiles import write_profile
@@ -57,7 +58,7 @@ def tune(
     from medusa_heads.hub import heads_directory
     from medusa_heads.medusa import MedusaHeads
 
-    pair = common.load_pair(base, heads, plain=False, dtype=dtype, device=device)
+    pair = common.load_pair(base, heads, plain=False, dtype=dtype, device=device, drafter=OWN_HEADS)
     loaded, directory = pair.base, heads_directory(common.choose(base, heads, False)[1] or "")
     settings = common.settings(max_new_tokens=NEW_TOKENS, temperature=1.0 if sampled else 0.0, seed=0)
     if isinstance(pair.drafter, EagleDrafter | HydraDrafter):

@@ -73,7 +73,6 @@ def verify(
     params = common.settings(max_new_tokens=1, temperature=temperature, top_k=top_k, top_p=top_p).sampling
     pair = common.load_pair(base, heads, plain=False, dtype=dtype, device=device, drafter=drafter)
     from decode.certify import certify
-    from decode.drafters.specs import OWN_HEADS
 
     certificate = certify(
         pair.decoder(guarded=False),
@@ -85,9 +84,9 @@ def verify(
         seed=seed,
         after_check=lambda so_far: typer.echo(last_check(so_far), err=json_report),
     )
-    heads_name = common.choose_drafter(base, heads, False, drafter)[1]
+    _, heads_name, way = common.choose_drafter(base, heads, False, drafter)
     report = certificate.as_dict() | {"base": pair.base.fingerprint(), "heads": heads_name}
-    report["drafter"] = drafter or OWN_HEADS
+    report["drafter"] = way
     report["options"] = {"prompts": prompts, "limit": limit, "max_new_tokens": max_new_tokens, "seed": seed}
     report["versions"] = versions(pair.base)
     if output_path not in (None, "-"):

@@ -20,6 +20,8 @@ FAMILIES = {"medusa": "MedusaDrafter", "eagle": "EagleDrafter", "hydra": "HydraD
 OWN_HEADS = "heads"
 """The name of heads that are given apart, or embedded."""
 LOOKUP = "lookup"
+EMBEDDED_WAY = f"{OWN_HEADS}+{LOOKUP}"
+"""What drafts best for the embedded base of all that was measured (docs/results/paradigms)."""
 
 
 def load(name: str | Path, base: Base, heads: str | Path | None, options: Mapping[str, Any]) -> Drafter:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from decode.cli.common import choose_drafter
 from decode.engine import Decoder
 from decode.settings import GenerationSettings
 from medusa_heads import Base
@@ -88,6 +89,23 @@ def test_any_drafter_gives_the_same_text(base_dir: Path, heads_dir: Path, drafte
 def test_drafters_that_contradict_the_rest_are_refused(arguments: tuple[str, ...], complaint: str) -> None:
     result = run("generate", "hello", *arguments)
     assert result.exit_code == 2 and complaint in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("base", "heads", "plain", "drafter", "chosen"),
+    [
+        (None, None, False, None, ("smollm2-135m", "smollm2-135m", "heads+lookup")),
+        ("smollm2-135m", None, False, None, ("smollm2-135m", "smollm2-135m", "heads+lookup")),
+        (None, None, True, None, ("smollm2-135m", None, None)),
+        (None, "smollm2-135m", False, None, (None, "smollm2-135m", "heads")),
+        (None, None, False, "heads", ("smollm2-135m", "smollm2-135m", "heads")),
+        ("other", "there", False, None, ("other", "there", "heads")),
+    ],
+)
+def test_the_embedded_base_drafts_the_best_way_and_named_heads_alone(
+    base: str | None, heads: str | None, plain: bool, drafter: str | None, chosen: tuple[str | None, ...]
+) -> None:
+    assert choose_drafter(base, heads, plain, drafter) == chosen
 
 
 def test_compare_and_verify_take_a_drafter(base_dir: Path, tmp_path: Path) -> None:
