@@ -1,4 +1,4 @@
-"""The embedded model answers the same prompts plainly and with its heads, side by side.
+"""The embedded model answers the same prompts plainly and with its heads and prompt lookup, side by side.
 
 Run by scripts/quickstart.sh. In float32, the default here, greedy texts are the same token for token; bfloat16 is
 faster, and there a near-tie may go either way.
@@ -14,6 +14,7 @@ from typing import Any
 from decode.cli import common
 from decode.cli.compare import PROMPTS, Comparison, compared, conclusion, totals
 from decode.cli.rows import Row
+from decode.drafters.specs import EMBEDDED_WAY
 from medusa_heads.errors import UserError
 
 
@@ -26,12 +27,12 @@ def arguments() -> argparse.Namespace:
 
 
 def side_by_side(prompt: str, comparison: Comparison) -> Any:
-    """A table with the plain answer left and the answer with heads right, figures below."""
+    """A table with the plain answer left and the speculative one right, figures below."""
     from rich.table import Table
     from rich.text import Text
 
     table = Table(title=Text(prompt, style="bold"), title_justify="left", expand=True, show_lines=True)
-    ways = {"plain": comparison.plain, "with heads": comparison.heads}
+    ways = {"plain": comparison.plain, f"speculative ({EMBEDDED_WAY})": comparison.heads}
     for name in ways:
         table.add_column(name, ratio=1)
     table.add_row(*(Text(result.text or "") for result in ways.values()))
@@ -51,7 +52,7 @@ def run(options: argparse.Namespace) -> None:
     for comparison in compared(replace(pair, drafter=None).decoder(), pair.decoder(), rows, settings):
         done.append(comparison)
         console.print(side_by_side(options.prompts[int(comparison.id)], comparison))
-    report = totals(done) | {"dtype": options.dtype.value, "temperature": 0.0}
+    report = totals(done) | {"dtype": options.dtype.value, "temperature": 0.0, "drafter": EMBEDDED_WAY}
     console.print(conclusion(report), markup=False, highlight=False)
     console.print("Next: medusa-decode chat (in .venv/bin), or train heads of your own: see README.md", markup=False)
 

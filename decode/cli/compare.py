@@ -136,14 +136,15 @@ def compare(
         alpha=typical_alpha,
     )
     pair = common.load_pair(base, heads, plain=False, dtype=dtype, device=device, drafter=drafter)
+    name = common.choose_drafter(base, heads, False, drafter)[2] or ""
     decoders = replace(pair, drafter=None).decoder(), pair.decoder()
     done = []
     for comparison in compared(*decoders, rows[:limit], settings):
         done.append(comparison)
         if not json_report:
-            typer.echo(describe(comparison))
+            typer.echo(describe(comparison, name))
     report = totals(done) | {"base": pair.base.name, "dtype": dtype.value, "temperature": temperature}
-    report |= {"drafter": common.choose_drafter(base, heads, False, drafter)[2]}
+    report |= {"drafter": name}
     report |= {"acceptance": settings.acceptance, "exact": settings.acceptance == "exact"}
     if json_report:
         typer.echo(json.dumps(report | {"rows": [c.as_dict() for c in done]}, ensure_ascii=False))
@@ -247,7 +248,7 @@ def totals(comparisons: list[Comparison]) -> dict[str, Any]:
     return report
 
 
-def describe(comparison: Comparison) -> str:
+def describe(comparison: Comparison, drafter: str) -> str:
     difference = comparison.first_difference
     verdict = "same text" if difference is None else f"texts differ from token {difference} on"
     return "\n".join(
@@ -255,16 +256,16 @@ def describe(comparison: Comparison) -> str:
             f"--- {comparison.id}, turn {comparison.turn}: {verdict}",
             comparison.heads.text or "",
             f"plain: {common.summary(comparison.plain.stats)}",
-            f"heads: {common.summary(comparison.heads.stats)}",
+            f"{drafter}: {common.summary(comparison.heads.stats)}",
         ]
     )
 
 
 def conclusion(report: dict[str, Any]) -> str:
     lines = [
-        f"{way}: {report[way]['new_tokens']} tokens, {report[way]['tokens_per_second']:.1f} tokens/s, "
+        f"{name}: {report[way]['new_tokens']} tokens, {report[way]['tokens_per_second']:.1f} tokens/s, "
         f"acceptance length {report[way]['acceptance_length']:.2f}"
-        for way in ("plain", "heads")
+        for way, name in (("plain", "plain"), ("heads", report["drafter"]))
     ]
     lines.append(f"{report['speedup']:.2f} times as fast; same text in {report['same']} of {report['turns']} answers")
     if report["same"] < report["turns"]:
