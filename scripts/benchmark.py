@@ -34,7 +34,13 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=Path, required=True, help="JSONL rows {question_id, category, turns}")
     parser.add_argument("--output", type=Path, required=True, help="directory of the run; an existing one is continued")
     parser.add_argument("--base", default="smollm2-135m", help="as for medusa-decode")
-    parser.add_argument("--heads", nargs="+", metavar="[LABEL=]NAME", default=["smollm2-135m"])
+    parser.add_argument(
+        "--heads",
+        nargs="+",
+        metavar="[LABEL=]NAME",
+        default=["smollm2-135m"],
+        help="heads of any family, or whatever --drafter of medusa-decode takes",
+    )
     parser.add_argument("--tree", type=Path, help="JSON file with parents and ranks; default as in decoding")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--no-guard", action="store_true", help="heads draft also where it does not pay")
@@ -124,14 +130,30 @@ def configuration(options: argparse.Namespace, heads: dict[str, str]) -> dict[st
 
 
 def heads_hash(name: str) -> str:
-    """Of the heads' weights and tree, so that retrained heads do not continue another's run."""
+    """Of the weights and trees of all heads in a way of drafting, so that retrained heads do not continue another's
+    run."""
+    from decode.drafters.specs import OWN_HEADS, parse_all
+    from medusa_heads.embedded import DEFAULT_EMBEDDED
     from medusa_heads.hub import WEIGHTS, heads_directory
 
-    directory, digest = heads_directory(name), hashlib.sha256()
-    for file in (WEIGHTS, "tree.json"):
-        if (directory / file).is_file():
-            digest.update((directory / file).read_bytes())
+    digest = hashlib.sha256()
+    for kind, value, _ in parse_all(name):
+        if kind == "heads":
+            directory = heads_directory(DEFAULT_EMBEDDED if value == OWN_HEADS else value)
+            for file in (WEIGHTS, "tree.json"):
+                if (directory / file).is_file():
+                    digest.update((directory / file).read_bytes())
     return digest.hexdigest()[:16]
+
+
+def trees_of(drafter: Any) -> Any:
+    """What limits a drafter's trees: a static tree, limits of dynamic ones, a list for a combination; None where
+    nothing is stored with it."""
+    if parts := getattr(drafter, "drafters", None):
+        return [trees_of(part) for part in parts]
+    choice = getattr(drafter, "choice", None)
+    tree = getattr(drafter, "tree", None) if choice is None else choice.likeliest
+    return None if tree is None else tree.to_dict()
 
 
 def build_methods(
@@ -139,7 +161,7 @@ def build_methods(
 ) -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:
     """The packed base, the unpacked one where a method or the check needs it, the methods by name, the heads' trees."""
     from decode.benchmark.methods import engine_method, generate_method
-    from decode.drafters.medusa import MedusaDrafter
+    from decode.drafters import load_drafter
     from decode.engine import Decoder
     from decode.guard import DEFAULT_GUARD
     from decode.tree import Tree
@@ -152,11 +174,11 @@ def build_methods(
     if "plain" in options.methods:
         methods["plain"] = engine_method(Decoder(base))
     if "heads" in options.methods:
-        tree = None if options.tree is None else Tree.from_dict(json.loads(options.tree.read_text()))
+        given = {} if options.tree is None else {"tree": Tree.from_dict(json.loads(options.tree.read_text()))}
         guard = None if options.no_guard else DEFAULT_GUARD
         for label, name in heads.items():
-            drafter = MedusaDrafter.from_pretrained(name, base, tree=tree)
-            methods[label], trees[label] = engine_method(Decoder(base, drafter, guard=guard)), drafter.tree.to_dict()
+            drafter = load_drafter(name, base, **given)
+            methods[label], trees[label] = engine_method(Decoder(base, drafter, guard=guard)), trees_of(drafter)
     untouched = None
     if options.check_identity or set(SLOW) & set(options.methods):
         untouched = Base.load(options.base, dtype=options.dtype, device=options.device, prepack=False)

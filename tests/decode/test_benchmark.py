@@ -18,6 +18,7 @@ from decode.benchmark.summary import add_up, compare, figures, markdown, summari
 from decode.engine import Decoder
 from decode.tree import Tree
 from medusa_heads.base import Base
+from medusa_heads.eagle import EagleHeads
 from medusa_heads.errors import ConfigError
 from medusa_heads.medusa import MedusaHeads
 from scripts.benchmark import main, named_heads
@@ -198,6 +199,23 @@ def test_the_command_measures_resumes_and_reports(tiny_pair: dict[str, Path], tm
     kept = [json.loads(line) for line in (output / "rows.jsonl").read_text().splitlines()]
     assert kept[2:7] == [json.loads(line) for line in lines[2:7]], "what was measured is not measured again"
     assert main(command(tiny_pair, output, "--seed", "1", "--slow-limit", "2")) == 2, "another configuration"
+
+
+def test_the_command_takes_every_way_of_drafting(tiny_pair: dict[str, Path], tmp_path: Path) -> None:
+    base, heads = Base.load(str(tiny_pair["base"]), dtype="float32"), tmp_path / "eagle"
+    tree = '{"dynamic": {"depth": 2, "width": 2, "nodes": 4}}'
+    EagleHeads.for_base(base, version=3).save_pretrained(heads, extras={"tree.json": tree})
+    ways = [str(heads), "lookup", f"both={heads}+lookup", "early=exit:1"]
+    given = ["--prompts", str(tiny_pair["prompts.jsonl"]), "--base", str(tiny_pair["base"]), "--dtype", "float32"]
+    given += ["--output", str(tmp_path / "run"), "--max-new-tokens", "6", "--no-figures", "--methods", "plain", "heads"]
+    assert main([*given, "--heads", *ways]) == 0
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    trees = result["sessions"][0]["trees"]
+    assert trees["eagle"]["nodes"] == 4 and trees["lookup"] is None and trees["both"] == [trees["eagle"], None]
+    compared = result["comparisons"]["0.0"]["plain"]
+    assert {name: found["same_text"] for name, found in compared.items()} == dict.fromkeys(trees, 6)
+    (heads / "tree.json").write_text(tree.replace("4", "3"))
+    assert main([*given, "--heads", *ways]) == 2, "other limits do not continue the run"
 
 
 def test_the_command_checks_identity(tiny_pair: dict[str, Path], tmp_path: Path) -> None:
