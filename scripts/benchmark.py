@@ -174,7 +174,9 @@ def build_methods(
     if "plain" in options.methods:
         methods["plain"] = engine_method(Decoder(base))
     if "heads" in options.methods:
-        given = {} if options.tree is None else {"tree": Tree.from_dict(json.loads(options.tree.read_text()))}
+        given: dict[str, Any] = (
+            {} if options.tree is None else {"tree": Tree.from_dict(json.loads(options.tree.read_text()))}
+        )
         guard = None if options.no_guard else DEFAULT_GUARD
         for label, name in heads.items():
             drafter = load_drafter(name, base, **given)
