@@ -26,7 +26,7 @@ def draw(result: Mapping[str, Any], path: Path) -> Path:
     figure, axes = pyplot.subplots(
         1, len(temperatures) + 1, figsize=(5.0 * len(temperatures) + 4.5, 0.5 * most + 2.0), layout="constrained"
     )
-    for ax, (temperature, ways) in zip(axes, temperatures.items(), strict=False):
+    for ax, (temperature, ways) in zip(axes[:-1], temperatures.items(), strict=True):
         names = [name for name in ways if name != PLAIN][::-1]
         against = [ways[name]["against_plain"] for name in names]
         values = [found["speedup"] for found in against]

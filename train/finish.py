@@ -195,7 +195,10 @@ def _save(
     from medusa_heads.card import draft_card, model_card
 
     heads, base = trainer.heads, trainer.base
+    kind = "static" if isinstance(trainer, MedusaTrainer) else "grown while drafting"
     facts = {
+        "training data": f"{metrics['training']['rows']:,} conversations that the base answered",
+        "draft tree": f"{kind}, {tree.nodes} nodes",
         "training positions": f"{metrics['training']['distinct_positions']:,}",
         "steps": f"{int(metrics['training']['steps']):,}",
         f"acceptance length on held-out text ({basis}, {tree.nodes} nodes)": f"{tree.lengths[basis]:.2f}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 D = TypeVar("D", bound="GrowingDrafter")
 
 
-class GrowingDrafter:
+class GrowingDrafter(ABC):
     """Heads of one family and how far their trees may grow.
 
     Args:
@@ -25,8 +26,8 @@ class GrowingDrafter:
 
     heads_class: ClassVar[Any]
 
-    def __init__(self, heads: Any, base: Base, tree: DynamicTree | Tree, drawn: Tree | None = None):
-        raise NotImplementedError
+    @abstractmethod
+    def __init__(self, heads: Any, base: Base, tree: DynamicTree | Tree, drawn: Tree | None = None): ...
 
     @classmethod
     def deepest(cls, heads: Any) -> int | None:

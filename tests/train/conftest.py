@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
+from accelerate.state import AcceleratorState
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -38,3 +39,10 @@ def server() -> Iterator[LoopbackServer]:
     server = LoopbackServer()
     yield server
     server.stop()
+
+
+@pytest.fixture(autouse=True)
+def _fresh_accelerator() -> Iterator[None]:
+    """accelerate keeps its state in a class: no run may see that of the one before."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)

@@ -10,14 +10,26 @@ import sys
 from pathlib import Path
 
 import torch
+import yaml
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
 import train.train_heads as script
-from tests.train.helpers import tiny_config
+from tests.train.helpers import save_tiny_base, tiny_config, write_rows
+from train import features
 from train.config import TrainingConfig, build
 
 REPOSITORY = Path(__file__).parents[2]
+
+
+def make_place(directory, **states):
+    """A tiny base, chat rows, and cached states of them in float32, as settings of `features` say."""
+    save_tiny_base(directory / "base")
+    write_rows(directory / "rows.jsonl")
+    settings = {"directory": str(directory / "states"), "dtype": "float32", **states}
+    (directory / "features.yaml").write_text(yaml.safe_dump(tiny_config(directory, features=settings)))
+    assert features.main(["--config", str(directory / "features.yaml")]) == 0
+    return directory
 
 
 def run(place, output, **changes):

@@ -7,7 +7,6 @@ import json
 import pytest
 import torch
 import yaml
-from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -21,8 +20,7 @@ from medusa_heads.draft_model import DraftModel, drafting_in
 from medusa_heads.errors import ConfigError, HeadsError
 from tests.conftest import tiny_base
 from tests.train.helpers import save_tiny_base, tiny_config, write_rows
-from tests.train.runs import assert_same_weights, launch, logged, repeated, run, weights
-from train import features
+from tests.train.runs import assert_same_weights, launch, logged, make_place, repeated, run, weights
 from train.config import TrainingConfig, build
 from train.data import encode_rows, load_chat_rows
 from train.draft_model import read_texts, text_states
@@ -38,22 +36,10 @@ BLENDED = {
 ARCHITECTURES = ("llama", "qwen2", "gpt_neox", "gpt2", "gemma", "gemma3")
 
 
-@pytest.fixture(autouse=True)
-def _fresh_accelerator():
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """A tiny base, chat rows, and the states of their answers."""
-    directory = tmp_path_factory.mktemp("drafts")
-    save_tiny_base(directory / "base")
-    write_rows(directory / "rows.jsonl")
-    states = {"directory": str(directory / "states"), "dtype": "float32"}
-    (directory / "features.yaml").write_text(yaml.safe_dump(tiny_config(directory, features=states)))
-    assert features.main(["--config", str(directory / "features.yaml")]) == 0
-    return directory
+    return make_place(tmp_path_factory.mktemp("drafts"))
 
 
 @pytest.mark.parametrize("settings", [PLAIN, BLENDED], ids=["hard-labels", "acceptance"])

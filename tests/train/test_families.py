@@ -7,15 +7,14 @@ import json
 import pytest
 import torch
 import yaml
-from accelerate.state import AcceleratorState
 
 import train.train_heads as script
 from decode.drafters import DraftRow, load_drafter
 from decode.engine import Decoder, GenerationSettings
 from medusa_heads import Base
 from medusa_heads.families import load_heads
-from tests.train.helpers import save_tiny_base, tiny_config, write_rows
-from tests.train.runs import assert_same_weights, launch, logged, repeated, run, weights
+from tests.train.helpers import save_tiny_base, tiny_config
+from tests.train.runs import assert_same_weights, launch, logged, make_place, repeated, run, weights
 from train import features
 from train.data import encode_rows, load_chat_rows
 from train.features import FeaturesError
@@ -37,21 +36,10 @@ FAMILIES = {"eagle1": EAGLE1, "eagle3": EAGLE3, "hydra": HYDRA, "hydra-prefix": 
 ALL = {"medusa": {}, **FAMILIES}
 
 
-@pytest.fixture(autouse=True)
-def _fresh_accelerator():
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """A tiny base, chat rows, and the states of all positions."""
-    directory = tmp_path_factory.mktemp("families")
-    save_tiny_base(directory / "base")
-    write_rows(directory / "rows.jsonl")
-    (directory / "features.yaml").write_text(yaml.safe_dump(tiny_config(directory, features=whole(directory))))
-    assert features.main(["--config", str(directory / "features.yaml")]) == 0
-    return directory
+    return make_place(tmp_path_factory.mktemp("families"), positions="all", layers=[0, 1])
 
 
 def whole(directory):

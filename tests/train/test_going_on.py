@@ -7,7 +7,6 @@ import random
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 
 from medusa_heads import Base
@@ -23,12 +22,6 @@ FAMILIES = {
     "hydra": {"family": "hydra", "num_heads": 2, "num_layers": 1, "draft_vocab_size": 8},
     "eagle": {"family": "eagle", "version": 3, "layers": [0, 1], "draft_vocab_size": 8},
 }
-
-
-@pytest.fixture(autouse=True)
-def _fresh_accelerator():
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture(scope="module")

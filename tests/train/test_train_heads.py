@@ -8,37 +8,22 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from accelerate.state import AcceleratorState
 
 import train.train_heads as script
 from decode.drafters.medusa import MedusaDrafter
 from decode.engine import Decoder, GenerationSettings
 from medusa_heads import Base, MedusaHeads
 from medusa_heads.errors import ConfigError
-from tests.train.helpers import save_tiny_base, tiny_config, write_rows
-from tests.train.runs import assert_same_weights, logged, repeated, run
-from train import features
+from tests.train.helpers import save_tiny_base
+from tests.train.runs import assert_same_weights, logged, make_place, repeated, run
 from train.checkpoint import checkpoints
 from train.config import TrainingConfig, build
-
-
-@pytest.fixture(autouse=True)
-def _fresh_accelerator():
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """A tiny base, chat rows, and the states of both."""
-    directory = tmp_path_factory.mktemp("training")
-    save_tiny_base(directory / "base")
-    write_rows(directory / "rows.jsonl")
-    config = directory / "features.yaml"
-    data = tiny_config(directory, features={"directory": str(directory / "states"), "dtype": "float32"})
-    config.write_text(yaml.safe_dump(data))
-    assert features.main(["--config", str(config)]) == 0
-    return directory
+    return make_place(tmp_path_factory.mktemp("training"))
 
 
 def test_a_run_leaves_a_whole_heads_directory(place, tmp_path):
