@@ -28,17 +28,6 @@ def base() -> Base:
     return tiny_base()
 
 
-@pytest.fixture
-def heads(base: Base) -> MedusaHeads:
-    return heads_for(base)
-
-
-@pytest.fixture
-def saved(heads: MedusaHeads, tmp_path: Path) -> Path:
-    heads.save_pretrained(tmp_path / "heads", extras={"tree.json": "old tree"})
-    return tmp_path / "heads"
-
-
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("draft_ids", [None, DRAFT_IDS])
 def test_what_is_saved_comes_back_bit_for_bit(tmp_path: Path, base: Base, draft_ids: Tensor | None, own: bool) -> None:

@@ -30,17 +30,6 @@ def base() -> Base:
 
 
 @pytest.fixture
-def heads(base: Base) -> MedusaHeads:
-    return heads_for(base)
-
-
-@pytest.fixture
-def saved(heads: MedusaHeads, tmp_path: Path) -> Path:
-    heads.save_pretrained(tmp_path / "heads", extras={"tree.json": "old tree"})
-    return tmp_path / "heads"
-
-
-@pytest.fixture
 def online(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeHub]:
     """A Hub of the test's own; huggingface_hub knows no other, and has an empty cache and no token."""
     constants = huggingface_hub.constants
