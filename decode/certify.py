@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from decode.benchmark.identity import first_difference
 from decode.engine import Decoder, Prefix
 from decode.sampling import SamplingParams, build_processors, node_law
 from decode.settings import GenerationSettings
@@ -189,9 +190,8 @@ def check_greedy(decoder: Decoder, identity: str | int, prompt: Sequence[int], m
 
 def _divergence(ours: Sequence[int], theirs: Sequence[int], logits: Tensor) -> Divergence:
     """`logits` (n, V): the base's before each of our tokens."""
-    position = next(
-        (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs))
-    )
+    position = first_difference(ours, theirs)
+    assert position is not None
     emitted = ours[position] if position < len(ours) else None
     plain = theirs[position] if position < len(theirs) else None
     here = logits[min(position, len(logits) - 1)]

@@ -43,11 +43,9 @@ class Comparison:
     @property
     def first_difference(self) -> int | None:
         """Index of the first new token in which the two differ; None where they are the same."""
-        ours, theirs = self.heads.token_ids, self.plain.token_ids
-        if ours == theirs:
-            return None
-        pairs = zip(ours, theirs, strict=False)
-        return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(theirs)))
+        from decode.benchmark.identity import first_difference
+
+        return first_difference(self.heads.token_ids, self.plain.token_ids)
 
     def as_dict(self) -> dict[str, Any]:
         return {
