@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -11,22 +12,20 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
+import yaml
 
 from medusa_heads.errors import ConfigError
+from train.config import TrainingConfig, build
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-
-    from train.config import TrainingConfig
 
 RUN_KEYS = ("output", "log_every", "checkpoint_every", "keep_checkpoints", "resume", "tracker", "evaluation")
 """Settings that do not touch the course of training: they may differ between a checkpoint and the run it resumes."""
 
 
-def _course(text: str) -> dict[str, Any]:
-    import yaml
-
-    return {key: value for key, value in yaml.safe_load(text).items() if key not in RUN_KEYS}
+def _course(config: TrainingConfig) -> dict[str, Any]:
+    return {key: value for key, value in dataclasses.asdict(config).items() if key not in RUN_KEYS}
 
 
 def checkpoints(run_directory: Path) -> list[Path]:
@@ -62,10 +61,11 @@ def load_checkpoint(accelerator: Accelerator, path: Path, config: TrainingConfig
     """Restores a checkpoint. Returns the number of steps done.
 
     Raises:
-        ConfigError: the checkpoint was made with other settings; the message names them.
+        ConfigError: the checkpoint was made with other settings; the message names them. A setting that did not exist
+            when it was made counts as its default.
     """
     run = json.loads((path / "run.json").read_text())
-    then, now = _course(run["config"]), _course(config.to_yaml())
+    then, now = _course(build(TrainingConfig, yaml.safe_load(run["config"]))), _course(config)
     changed = sorted(key for key in now if then.get(key) != now[key])
     if changed:
         raise ConfigError(

@@ -32,6 +32,9 @@ class DataConfig:
     """Tokens of a row that are kept; null: the base's context limit."""
     held_out: float = 0.03
     """Fraction of rows, by a hash of their id, that is evaluated and never trained on."""
+    max_positions: int | None = None
+    """Train on rows of at most this many supervised positions together, chosen by a hash of their id, so that a smaller
+    number's rows are among a larger one's; null: on all. The held-out rows stay the same: for learning curves."""
 
 
 @dataclass(frozen=True)
@@ -183,6 +186,8 @@ class TrainingConfig:
         self._check_family()
         if not 0.0 <= self.data.held_out < 1.0:
             raise ConfigError(f"data.held_out must lie in [0, 1), not {self.data.held_out}")
+        if self.data.max_positions is not None and self.data.max_positions < 1:
+            raise ConfigError(f"data.max_positions must be at least 1, not {self.data.max_positions}")
         if self.loss.sampled_rows is not None and self.heads.own_projection:
             raise ConfigError("loss.sampled_rows needs the shared projection: heads.own_projection is true")
 

@@ -8,8 +8,11 @@ decoder renders it and the answer's own tokens follow, so nothing depends on off
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -184,6 +187,18 @@ def encode_rows(
 
 def held_out(row_id: str, fraction: float) -> bool:
     """Whether a row belongs to the held-out part: decided by its id alone, so it stays where it is as data grow."""
-    from hashlib import sha256
+    return _place(row_id) < fraction
 
-    return int.from_bytes(sha256(row_id.encode()).digest()[:8], "big") < fraction * 2**64
+
+def choose_rows(row_ids: Sequence[str], sizes: Sequence[int], most: int | None) -> list[int]:
+    """Numbers, ascending, of the rows with the lowest hashes of their ids whose sizes together are at most `most`."""
+    if most is None:
+        return list(range(len(row_ids)))
+    order = sorted(range(len(row_ids)), key=lambda r: (_place("chosen " + row_ids[r]), r))
+    together = list(accumulate(sizes[r] for r in order))
+    return sorted(order[: bisect_right(together, most)])
+
+
+def _place(text: str) -> float:
+    """Where a text's hash lies in [0, 1)."""
+    return int.from_bytes(sha256(text.encode()).digest()[:8], "big") / 2**64

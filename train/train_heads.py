@@ -28,7 +28,7 @@ from medusa_heads.errors import ConfigError, UserError
 from train.batches import plan_epoch, share_rows, steps_in_epoch
 from train.checkpoint import Interrupt, latest_checkpoint, load_checkpoint, save_checkpoint
 from train.config import TrainingConfig, load_config
-from train.data import held_out
+from train.data import choose_rows, held_out
 from train.families import make_trainer
 from train.finish import finish
 from train.losses import head_weights
@@ -57,8 +57,11 @@ def train(config: TrainingConfig) -> Path:
         prepack=False,
     )
     source = open_source(config, base)
-    train_rows = [r for r in range(len(source)) if not held_out(source.examples[r].row_id, config.data.held_out)]
-    eval_rows = [r for r in range(len(source)) if held_out(source.examples[r].row_id, config.data.held_out)]
+    ids = [example.row_id for example in source.examples]
+    eval_rows = [r for r, row_id in enumerate(ids) if held_out(row_id, config.data.held_out)]
+    left = sorted(set(range(len(ids))) - set(eval_rows))
+    chosen = choose_rows([ids[r] for r in left], [source.sizes[r] for r in left], config.data.max_positions)
+    train_rows = [left[i] for i in chosen]
     if not train_rows:
         raise ConfigError("no rows to train on")
     sizes = [source.sizes[r] for r in train_rows]

@@ -5,7 +5,16 @@ import json
 import pytest
 
 from tests.train.helpers import TEMPLATES, chat_base
-from train.data import DataError, encode_row, encode_rows, end_of_turn_id, held_out, load_chat_rows, truncate
+from train.data import (
+    DataError,
+    choose_rows,
+    encode_row,
+    encode_rows,
+    end_of_turn_id,
+    held_out,
+    load_chat_rows,
+    truncate,
+)
 
 ANSWERS = ["The answer is 4.", "the the the", "Question? [INST] model\nassistant", "  indented\n\n", "é世 café"]
 
@@ -118,6 +127,17 @@ def test_held_out_rows_are_chosen_by_id_at_about_the_fraction():
     assert 320 < len(chosen) < 480
     assert chosen <= {i for i in range(4000) if held_out(str(i), 0.2)}
     assert not any(held_out(str(i), 0.0) for i in range(100))
+
+
+def test_rows_for_a_learning_curve_are_nested_and_within_their_bound():
+    ids, sizes = [str(i) for i in range(500)], [1 + i % 7 for i in range(500)]
+    quarter, half = (choose_rows(ids, sizes, sum(sizes) // n) for n in (4, 2))
+    assert set(quarter) < set(half) and half == sorted(half)
+    assert sum(sizes) // 4 - 7 < sum(sizes[r] for r in quarter) <= sum(sizes) // 4
+    assert choose_rows(ids, sizes, None) == list(range(500)) == choose_rows(ids, sizes, sum(sizes))
+    assert 0 < len(set(quarter) & set(range(250))) < len(quarter)  # from the whole file, not its beginning
+    with_more = choose_rows([*ids, "more"], [*sizes, 10**6], sum(sizes) // 4)
+    assert set(with_more) <= set(quarter)
 
 
 def test_rows_come_from_files_and_shard_directories(tmp_path):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -168,3 +169,33 @@ def test_heads_overfitted_on_one_answer_get_the_full_depth_accepted(tmp_path):
     assert result.token_ids == answer
     # One token from the prefill, then four a round.
     assert result.stats.base_forwards == 1 + (new - 1) // 4
+
+
+def test_a_checkpoint_goes_on_after_a_setting_was_added_and_refuses_one_that_changed(place, tmp_path):
+    settings = {"epochs": 8, "checkpoint_every": 2}
+    whole = run(place, tmp_path / "whole", max_steps=4, **settings)
+    out = run(place, tmp_path / "heads", max_steps=4, **settings)
+    for late in checkpoints(Path(f"{out}.run"))[1:]:
+        shutil.rmtree(late)
+    record = checkpoints(Path(f"{out}.run"))[0] / "run.json"
+    made = json.loads(record.read_text())
+    before = yaml.safe_load(made["config"])
+    del before["data"]["max_positions"], before["optimizer"]["name"]  # as an older version wrote it
+    record.write_text(json.dumps(made | {"config": yaml.safe_dump(before)}))
+    assert_same_weights(whole, run(place, tmp_path / "heads", max_steps=4, **settings))
+    with pytest.raises(ConfigError, match="other settings of data, seed"):
+        data = {"paths": [str(place / "rows.jsonl")], "held_out": 0.2, "max_positions": 50}
+        run(place, tmp_path / "heads", max_steps=4, seed=1, data=data, **settings)
+
+
+def test_fewer_positions_leave_the_held_out_rows_as_they_are(place, tmp_path, capsys):
+    def rows_of(name, **data):
+        run(place, tmp_path / name, max_steps=1, data={"paths": [str(place / "rows.jsonl")], "held_out": 0.2, **data})
+        line = next(x for x in capsys.readouterr().out.splitlines() if "to train on" in x)
+        return [int(word.replace(",", "")) for word in line.split() if word[0].isdigit()]
+
+    rows, positions, held = rows_of("all")
+    fewer, some, same = rows_of("some", max_positions=positions // 2)
+    assert same == held and 0 < fewer < rows and positions // 3 < some <= positions // 2
+    with pytest.raises(ConfigError, match="no rows to train on"):
+        rows_of("none", max_positions=1)
