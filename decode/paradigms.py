@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,14 @@ class Plan:
     seed: int = 0
     guarded: bool = False
     """With the guard of the engine, as users decode; without, so that each way is measured by itself."""
+    slow: frozenset[str] | None = None
+    """Ids of the prompts that other programs' loops are asked too; None: all."""
+    sampled: frozenset[str] | None = None
+    """Ids of the prompts that are asked above temperature 0 too; None: all."""
+
+    def asks(self, paradigm: Paradigm, prompt: Prompt, temperature: float) -> bool:
+        slow = self.slow is None or paradigm.method is None or prompt.id in self.slow
+        return slow and (temperature == 0.0 or self.sampled is None or prompt.id in self.sampled)
 
     def settings(self, temperature: float, number: int) -> GenerationSettings:
         return GenerationSettings(self.max_new_tokens, SamplingParams(temperature=temperature), seed=self.seed + number)
@@ -161,23 +170,23 @@ def run(
 ) -> None:
     """Measures what the log does not have yet."""
     done = {(row["method"], row["id"], row["temperature"]) for row in log.rows}
-    todo = {(p.label, prompt.id, t) for p in paradigms for prompt in plan.prompts for t in plan.temperatures} - done
+    asked = product(paradigms, plan.prompts, plan.temperatures)
+    todo = {(p.label, prompt.id, t) for p, prompt, t in asked if plan.asks(p, prompt, t)} - done
     if not todo:
         return
     log.add_session({"machine": describe_machine(base.device), "versions": versions(), "load_average": load_average()})
     guard = DEFAULT_GUARD if plan.guarded else None
     decoders = {p.label: Decoder(base, p.drafter, guard=guard) for p in paradigms if p.method is None}
     _warm_up(base, paradigms, decoders, plan)
-    for temperature in plan.temperatures:
-        for number, prompt in enumerate(plan.prompts):
-            ids = render(base, prompt)
-            turn = number % len(paradigms)
-            for paradigm in [*paradigms[turn:], *paradigms[:turn]]:
-                if (paradigm.label, prompt.id, temperature) in todo:
-                    settings = plan.settings(temperature, number)
-                    row = _measure(base, paradigm, decoders.get(paradigm.label), ids, settings)
-                    log.add({"id": prompt.id, "category": prompt.category, "temperature": temperature, **row})
-            progress(f"T = {temperature:g}: {number + 1} of {len(plan.prompts)} prompts")
+    for number, prompt in enumerate(plan.prompts):
+        ids = render(base, prompt)
+        turn = number % len(paradigms)
+        for temperature, paradigm in product(plan.temperatures, [*paradigms[turn:], *paradigms[:turn]]):
+            if (paradigm.label, prompt.id, temperature) in todo:
+                settings = plan.settings(temperature, number)
+                row = _measure(base, paradigm, decoders.get(paradigm.label), ids, settings)
+                log.add({"id": prompt.id, "category": prompt.category, "temperature": temperature, **row})
+        progress(f"{number + 1} of {len(plan.prompts)} prompts")
 
 
 def render(base: Base, prompt: Prompt) -> list[int]:

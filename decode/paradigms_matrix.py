@@ -67,6 +67,7 @@ def matrix(
     directory: Path | None = None,
     cost_plan: CostPlan | None = None,
     figures: bool = True,
+    ask: bool = True,
     progress: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Runs what is not run yet, and reports: the figures, and in `directory` result.json, result.md and result.png.
@@ -74,6 +75,7 @@ def matrix(
     Args:
         config: what the figures belong to, kept with them; a directory of another configuration is refused.
         directory: of the run, an existing one is continued; None: nothing is kept.
+        ask: run what is not run yet; without, what the directory has is reported.
         cost_plan: None: as much as the answers' own time gives reason for (`CostPlan.within`).
     """
     if directory is None:
@@ -95,9 +97,13 @@ def matrix(
         "max_new_tokens": plan.max_new_tokens,
         "seed": plan.seed,
         "guarded": plan.guarded,
+        # Named where they are used, so that runs from before they were there can be continued.
+        **({} if plan.slow is None else {"slow": sorted(plan.slow)}),
+        **({} if plan.sampled is None else {"sampled": sorted(plan.sampled)}),
     }
     log = Log(directory / "rows.jsonl", asked)
-    run(base, paradigms, plan, log, progress)
+    if ask:
+        run(base, paradigms, plan, log, progress)
     how = cost_plan or CostPlan.within(log.rows)
     if not (directory / "costs.json").is_file():
         progress(f"what a pass of the base costs by its nodes: {how.passes} passes")

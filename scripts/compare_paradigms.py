@@ -14,6 +14,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from decode.benchmark.prompts import Prompt
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
@@ -32,12 +36,22 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--per-category", type=int, help="at most so many prompts of each category")
     parser.add_argument("--limit", type=int, help="so many prompts, each category keeping its share")
+    parser.add_argument("--slow-limit", type=int, help="so many of those prompts for --generate")
+    parser.add_argument("--sampled-limit", type=int, help="so many of those prompts above temperature 0")
     parser.add_argument("--guard", action="store_true", help="with the engine's guard; default: each way by itself")
     parser.add_argument("--cost-repeats", type=int, default=15)
     parser.add_argument("--cost-sizes", nargs="+", type=int, help="nodes of a pass; 1 among them")
     parser.add_argument("--cost-contexts", nargs="+", type=int, help="tokens before the nodes")
+    parser.add_argument("--report-only", action="store_true", help="figures of what rows.jsonl has, nothing is asked")
     parser.add_argument("--no-figures", action="store_true")
     return parser.parse_args(given)
+
+
+def part(prompts: Sequence[Prompt], limit: int | None) -> frozenset[str] | None:
+    """Ids of so many prompts, each category keeping its share; None without a limit."""
+    from decode.benchmark.prompts import stratified
+
+    return None if limit is None else frozenset(prompt.id for prompt in stratified(prompts, limit))
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -70,6 +84,8 @@ def main(given: Sequence[str] | None = None) -> int:
             options.max_new_tokens,
             options.seed,
             options.guard,
+            part(prompts, options.slow_limit),
+            part(prompts, options.sampled_limit),
         )
         for way in options.ways or ():
             parse_all(way)  # a name that is none is refused before the base is loaded
@@ -97,6 +113,7 @@ def main(given: Sequence[str] | None = None) -> int:
             directory=options.output,
             cost_plan=CostPlan(options.cost_sizes or SIZES, options.cost_contexts or CONTEXTS, options.cost_repeats),
             figures=not options.no_figures,
+            ask=not options.report_only,
             progress=lambda line: print(line, file=sys.stderr, flush=True),
         )
     except UserError as error:

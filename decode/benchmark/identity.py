@@ -54,12 +54,12 @@ def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
     return None if len(ours) == len(theirs) else min(len(ours), len(theirs))
 
 
-def check(base: Base, prompt_ids: Sequence[int], plain: Sequence[int], heads: Sequence[int]) -> dict[str, Any]:
-    """One prompt's verdict, for the log."""
-    differs = first_difference(plain, heads)
+def check(base: Base, prompt_ids: Sequence[int], plain: Sequence[int] | None, heads: Sequence[int]) -> dict[str, Any]:
+    """One prompt's verdict, for the log. plain: what the engine wrote without heads; None where it was not asked."""
+    differs = None if plain is None else first_difference(plain, heads)
     return {
-        "same_as_plain": differs is None,
+        "same_as_plain": None if plain is None else differs is None,
         "first_difference": differs,
-        "top_two_gap": None if differs is None else top_two_gap(base, prompt_ids, plain, differs),
+        "top_two_gap": None if plain is None or differs is None else top_two_gap(base, prompt_ids, plain, differs),
         "exceptions": exceptions(base, prompt_ids, heads),
     }

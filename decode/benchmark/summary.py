@@ -128,10 +128,12 @@ def interval(pairs: Sequence[tuple[Row, Row]], seed: int = 0) -> tuple[float, fl
 
 def identity(rows: Sequence[Row]) -> dict[str, Any]:
     """How many answers were the base's own, and every exception."""
-    other = [row for row in rows if not row["same_as_plain"]]
+    compared = [row for row in rows if row["same_as_plain"] is not None]
+    other = [row for row in compared if not row["same_as_plain"]]
     return {
         "prompts": len(rows),
-        "same_as_plain": len(rows) - len(other),
+        "compared_with_plain": len(compared),
+        "same_as_plain": len(compared) - len(other),
         "tokens": sum(row["new_tokens"] for row in rows),
         "base_argmax_everywhere": sum(not row["exceptions"] for row in rows),
         "differences": [{key: row[key] for key in ("id", "first_difference", "top_two_gap")} for row in other],
@@ -149,8 +151,9 @@ def markdown(result: Mapping[str, Any]) -> str:
     if "identity" in result:
         found = result["identity"]
         parts += [
-            f"Greedy text with heads equals this engine's plain text on {found['same_as_plain']} of {found['prompts']} "
-            f"prompts, and the base's own choice at every token on {found['base_argmax_everywhere']}.",
+            f"Greedy text with heads is the base's own choice at every token on {found['base_argmax_everywhere']} of "
+            f"{found['prompts']} prompts, and equals this engine's plain text on {found['same_as_plain']} of the "
+            f"{found['compared_with_plain']} that were decoded plainly too.",
             "",
         ]
     return "\n".join(parts)

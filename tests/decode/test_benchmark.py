@@ -223,6 +223,20 @@ def test_the_command_checks_identity(tiny_pair: dict[str, Path], tmp_path: Path)
     assert main(command(tiny_pair, output, "--check-identity", "--limit", "3")) == 0
     identity = json.loads((output / "result.json").read_text())["identity"]
     assert identity["prompts"] == identity["same_as_plain"] == identity["base_argmax_everywhere"] == 3
+    alone = tmp_path / "alone"
+    assert main(command(tiny_pair, alone, "--check-identity", "--limit", "3", "--methods", "heads")) == 0
+    identity = json.loads((alone / "result.json").read_text())["identity"]
+    assert (identity["base_argmax_everywhere"], identity["compared_with_plain"]) == (3, 0)
+    with pytest.raises(SystemExit):
+        main(command(tiny_pair, alone, "--check-identity", "--methods", "plain"))
+
+
+def test_a_text_that_is_not_the_bases_own_fails_the_command(
+    tiny_pair: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tie = [{"index": 0, "emitted": 1, "base": 2, "gap": 0.5}]
+    monkeypatch.setattr("decode.benchmark.identity.exceptions", lambda *_: tie)
+    assert main(command(tiny_pair, tmp_path / "run", "--check-identity", "--limit", "1", "--methods", "heads")) == 1
 
 
 def test_pictures_are_drawn(tiny_pair: dict[str, Path], tmp_path: Path) -> None:

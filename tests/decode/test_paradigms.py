@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,33 @@ def test_a_run_that_was_cut_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert len(again["sessions"]) == 2
     with pytest.raises(ConfigError, match="another configuration"):
         Log(path, {"base": "other"})
+
+
+def test_a_plan_asks_fewer_prompts_of_slow_loops_and_of_sampling(tmp_path: Path) -> None:
+    base = tiny_base()
+    plan = Plan(PROMPTS, (0.0, 1.0), 4, slow=frozenset({"3"}), sampled=frozenset({"1", "3"}))
+    ways = [*load_paradigms(base, ["lookup"]), *generate_paradigms(base)]
+    log = Log(tmp_path / "rows.jsonl", {})
+    run(base, ways, plan, log)
+    asked: dict[tuple[str, float], set[str]] = defaultdict(set)
+    for found in log.rows:
+        asked[found["method"], found["temperature"]].add(found["id"])
+    own, slow = {"plain", "lookup"}, {"generate", "generate, prompt lookup"}
+    expected = {(name, 0.0): {"1", "2", "3"} for name in own} | {(name, 1.0): {"1", "3"} for name in own}
+    assert asked == expected | {(name, t): {"3"} for name in slow for t in (0.0, 1.0)}
+    figures = summarize(log.rows, COSTS, {}, {})["temperatures"]["0.0"]
+    assert figures["generate"]["against_plain"]["prompts"] == 1 and figures["lookup"]["against_plain"]["prompts"] == 3
+
+
+def test_a_cut_run_is_reported_without_asking(tmp_path: Path) -> None:
+    base = tiny_base()
+    tiny_matrix(tmp_path, base, figures=False)
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-7]))
+    before = path.read_text()
+    result = tiny_matrix(tmp_path, base, figures=False, ask=False)
+    assert path.read_text() == before
+    assert sum(way["against_plain"]["prompts"] for t in result["temperatures"].values() for way in t.values()) < 36
 
 
 def answers(seconds: float, nodes: int, count: int = 1) -> list[dict[str, Any]]:
