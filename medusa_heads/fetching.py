@@ -50,9 +50,9 @@ def heads_directory(
     """The local directory of heads named by a path, an embedded name or a Hub id; fetched if need be.
 
     A path wins over an embedded name, and both over the Hub; the name of an embedded base stands for its fastest heads.
-    `revision` belongs to the Hub alone; `subfolder` is a directory below the named place. Pickles are fetched only from
-    a repository without safetensors, and of a model that is stored together with its base only the shards that hold
-    heads.
+    A name without an owner is never asked for there. `revision` belongs to the Hub alone; `subfolder` is a directory
+    below the named place. Pickles are fetched only from a repository without safetensors, and of a model that is stored
+    together with its base only the shards that hold heads.
     """
     below = _below(subfolder)
     path = Path(name)
@@ -61,6 +61,9 @@ def heads_directory(
     embedded = ASSETS / DEFAULT_HEADS.get(str(name), str(name))
     if (embedded / CONFIG).is_file():
         return embedded / below
+    if "/" not in str(name):  # repositories of the Hub are OWNER/NAME
+        known = ", ".join(embedded_heads())
+        raise HeadsError(f"no heads {str(name)!r}: not a directory, nor OWNER/NAME on the Hub, nor embedded ({known})")
 
     options: Any = {
         "token": token,

@@ -270,3 +270,9 @@ def test_a_name_that_can_be_nothing(name: str) -> None:
     with pytest.raises(HeadsError) as error:
         MedusaHeads.from_pretrained(name)
     one_line(error, name, "not a directory")
+
+
+def test_a_misspelt_name_is_refused_without_asking_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("medusa_heads.fetching.snapshot_download", lambda *_, **__: pytest.fail("asked the Hub"))
+    with pytest.raises(HeadsError, match=r"no heads 'smollm2-135-medusa': .*smollm2-135m-eagle3, smollm2-135m-medusa"):
+        heads_directory("smollm2-135-medusa")
