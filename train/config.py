@@ -23,6 +23,16 @@ from medusa_heads.errors import ConfigError
 
 C = TypeVar("C")
 
+COUNTS = (
+    "epochs",
+    "positions_per_step",
+    "gradient_accumulation_steps",
+    "log_every",
+    "checkpoint_every",
+    "keep_checkpoints",
+)
+"""Settings of a run that are at least 1."""
+
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -97,8 +107,9 @@ class LossConfig:
     chunk_positions: int = 128
     """Positions whose logits stand in memory at once."""
     sampled_rows: int | None = None
-    """Instead of all draft rows, a step's loss is over this many: the most frequent half and a random draw from the
-    others, weighted by how many each stands for. Null: all rows."""
+    """Instead of all draft rows, a step's loss is over this many: a half that is always there, the most frequent tokens
+    of `heads.draft_vocab_size` or, without it, the lowest ids; and a random draw from the others, weighted by how many
+    each stands for. Null: all rows."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +129,12 @@ class OptimizerConfig:
     final_fraction: float = 0.02
     """Of the peak learning rate at the last step; a cosine leads there."""
     max_grad_norm: float = 1.0
+
+    def check_precision(self, mixed_precision: str | None) -> None:
+        """Raises ConfigError for Muon in fp16: its two optimizers share accelerate's scaler, which goes to its next
+        scale after the first one's step."""
+        if self.name == "muon" and mixed_precision == "fp16":
+            raise ConfigError("optimizer.name muon does not go with fp16 precision: take mixed_precision bf16 or no")
 
 
 @dataclass(frozen=True)
@@ -167,7 +184,7 @@ class TrainingConfig:
     """Send figures there as well, through accelerate; they always go to metrics.jsonl."""
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "positions_per_step", "gradient_accumulation_steps", "log_every", "checkpoint_every"):
+        for name in COUNTS:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
         for name in ("teacher_weight", "acceptance_weight"):
@@ -176,11 +193,9 @@ class TrainingConfig:
         for name in ("feature_weight", "feature_noise"):
             if getattr(self.loss, name) < 0.0:
                 raise ConfigError(f"loss.{name} must not be negative, but is {getattr(self.loss, name)}")
-        if self.evaluation.depth is not None and self.evaluation.depth < 1:
-            raise ConfigError(f"evaluation.depth must be at least 1, not {self.evaluation.depth}")
-        for name in ("tree_nodes", "tree_width", "walked_rows"):
-            if getattr(self.evaluation, name) < 1:
-                raise ConfigError(f"evaluation.{name} must be at least 1, not {getattr(self.evaluation, name)}")
+        for name, value in dataclasses.asdict(self.evaluation).items():
+            if value is not None and value < 1:
+                raise ConfigError(f"evaluation.{name} must be at least 1, not {value}")
         if self.loss.unroll < 1:
             raise ConfigError(f"loss.unroll must be at least 1, not {self.loss.unroll}")
         self._check_family()
@@ -190,6 +205,9 @@ class TrainingConfig:
             raise ConfigError(f"data.max_positions must be at least 1, not {self.data.max_positions}")
         if self.loss.sampled_rows is not None and self.heads.own_projection:
             raise ConfigError("loss.sampled_rows needs the shared projection: heads.own_projection is true")
+        if self.loss.sampled_rows is not None and self.loss.sampled_rows < 2:
+            raise ConfigError(f"loss.sampled_rows must be at least 2, not {self.loss.sampled_rows}")
+        self.optimizer.check_precision(self.mixed_precision)
 
     def _check_family(self) -> None:
         """Settings of one family are refused for another, where they would do nothing."""

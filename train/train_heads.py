@@ -47,6 +47,7 @@ def train(config: TrainingConfig) -> Path:
         log_with=config.tracker,
         step_scheduler_with_optimizer=False,
     )
+    config.optimizer.check_precision(accelerator.mixed_precision)
     set_seed(config.seed)
     say = accelerator.print
     base = Base.load(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from medusa_heads.errors import ConfigError
 from train.batches import PackedBatch
 from train.losses import LossSettings, Projection, Rows, chunked_loss
 
@@ -36,7 +37,7 @@ def row_labels(ids: Tensor | None, vocab_size: int) -> Tensor | None:
 
 
 def sample_rows(count: int, wanted: int, seed: int, step: int) -> tuple[Tensor, Tensor]:
-    """A random part of `count` rows that are ordered by frequency.
+    """A random part of `count` ≥ `wanted` ≥ 2 rows.
 
     The first `wanted // 2` are always there; the others are drawn without replacement from the rest, each standing
     for (rest ÷ drawn) rows.
@@ -70,6 +71,9 @@ class HeadsTrainer(nn.Module, ABC):
     """Heads with the loss of `train.losses` over the rows they draft from.
 
     Whatever the family, `head_states[i, p]` guesses the token 2 + i places behind position p, given the tokens between.
+
+    Raises:
+        ConfigError: `loss.sampled_rows` is more than the rows that there are.
     """
 
     def __init__(self, heads: Heads, base: Base, config: TrainingConfig, depth: int):
@@ -85,6 +89,9 @@ class HeadsTrainer(nn.Module, ABC):
             loss.teacher_weight, loss.teacher_temperature, loss.chunk_positions, loss.acceptance_weight, loss.acceptance
         )
         self.teacher = BaseRows(base, heads.draft_ids)
+        rows = len(self.teacher.weight)
+        if self.sampled_rows is not None and self.sampled_rows > rows:
+            raise ConfigError(f"loss.sampled_rows is {self.sampled_rows}, but the heads draft from {rows} rows")
         self.labels = row_labels(heads.draft_ids, base.vocab_size)
         self.own_parameters: tuple[nn.Parameter, ...] = ()
         """Vocabulary projections that are trained: one for all depths, or one each."""

@@ -108,6 +108,23 @@ def test_a_checkpoint_of_other_settings_is_refused(place, tmp_path):
         run(place, tmp_path / "a", max_steps=4, checkpoint_every=2, optimizer={"learning_rate": 0.5})
 
 
+@pytest.mark.parametrize(("size", "rows"), [(6, 7), (None, 10_000)])
+def test_more_sampled_rows_than_there_are_is_refused_before_training(place, tmp_path, size, rows):
+    heads = {"num_heads": 2, "num_layers": 1, "draft_vocab_size": size}
+    with pytest.raises(ConfigError, match=rf"loss\.sampled_rows is {rows}, but the heads draft from \d+ rows"):
+        run(place, tmp_path / "heads", heads=heads, loss={"sampled_rows": rows})
+    run(place, tmp_path / "heads", max_steps=1, heads={**heads, "draft_vocab_size": 6}, loss={"sampled_rows": 6})
+
+
+def test_the_precision_that_a_launch_sets_is_checked_too(place, tmp_path, monkeypatch):
+    class Launched(script.Accelerator):
+        mixed_precision = "fp16"
+
+    monkeypatch.setattr(script, "Accelerator", Launched)
+    with pytest.raises(ConfigError, match="muon does not go with fp16"):
+        run(place, tmp_path / "heads", optimizer={"name": "muon"})
+
+
 def test_the_command_line_names_what_is_wrong_without_a_traceback(tmp_path, capsys):
     (tmp_path / "c.yaml").write_text("output: x\nstep: 3\n")
     assert script.main(["--config", str(tmp_path / "c.yaml")]) == 2
