@@ -244,9 +244,12 @@ def _row(label: str, token_ids: Sequence[int], seconds: float, counts: Mapping[s
 
 
 def costs_of(base: Base, path: Path | None, *, sizes: Sequence[int], contexts: Sequence[int], repeats: int) -> Costs:
-    """The base's cost of a pass by its nodes, from the file where it was measured before."""
+    """The base's cost of a pass by its nodes, from the file where the same was measured before."""
     if path is not None and path.is_file():
-        return Costs.from_dict(json.loads(path.read_text(encoding="utf-8")))
+        costs = Costs.from_dict(json.loads(path.read_text(encoding="utf-8")))
+        measured = {context: sorted(at) for context, at in costs.forward.items()}
+        if measured == dict.fromkeys(contexts, sorted(sizes)) and costs.repeats == repeats:
+            return costs
     costs = measure_costs(base, sizes=sizes, contexts=contexts, repeats=repeats)
     if path is not None:
         scratch = path.with_suffix(".partial")

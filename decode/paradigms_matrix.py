@@ -15,6 +15,7 @@ from decode.paradigms import PLAIN, Paradigm, Plan, costs_of, footprint, run
 from decode.paradigms_picture import draw
 from decode.paradigms_report import Row, markdown, summarize
 from medusa_heads.base import Base
+from medusa_heads.errors import ConfigError
 
 COST_SHARE = 0.25
 """Of the time that the answers took, what measuring a pass may take where nothing else is asked."""
@@ -28,6 +29,10 @@ class CostPlan:
     sizes: Sequence[int] = SIZES
     contexts: Sequence[int] = CONTEXTS
     repeats: int = MOST_REPEATS
+
+    def __post_init__(self) -> None:
+        if 1 not in self.sizes:
+            raise ConfigError("costs are told in passes over one node: their sizes must hold 1")
 
     @property
     def passes(self) -> int:

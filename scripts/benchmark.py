@@ -65,6 +65,10 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--report-only", action="store_true", help="figures of what rows.jsonl has, nothing is run")
     parser.add_argument("--no-figures", action="store_true")
     options = parser.parse_args(given)
+    for name in ("tree", "costs"):
+        file = getattr(options, name)
+        if file is not None and not file.is_file():
+            parser.error(f"--{name}: no file {file}")
     if options.peers and options.peer_directory is None:
         parser.error("--peers needs --peer-directory, which scripts/peers/setup.py makes")
     if options.check_identity:
@@ -106,12 +110,14 @@ def chosen_prompts(options: argparse.Namespace) -> tuple[list[Any], set[str]]:
 
 def configuration(options: argparse.Namespace, heads: dict[str, str]) -> dict[str, Any]:
     """What must be the same for measurements to belong together."""
+    from decode.benchmark.drafting import weights_digest
     from decode.benchmark.prompts import file_hash
 
+    asked = heads if "heads" in options.methods else {}
     return {
         "base": options.base,
-        "heads": heads if "heads" in options.methods else {},
-        "heads_hash": {label: heads_hash(name) for label, name in heads.items()} if "heads" in options.methods else {},
+        "heads": asked,
+        "heads_hash": {label: weights_digest(name) for label, name in asked.items()},
         "tree": None if options.tree is None else json.loads(options.tree.read_text()),
         "methods": options.methods,
         "prompts": options.prompts.name,
@@ -126,6 +132,8 @@ def configuration(options: argparse.Namespace, heads: dict[str, str]) -> dict[st
         "seed": options.seed,
         "batch_size": 1,
         "check_identity": options.check_identity,
+        "device": options.device,
+        "threads": options.threads,
         # Named where they are used, so that runs from before they were there can be continued.
         **({"peers": options.peers} if options.peers else {}),
         **({"guard": False} if options.no_guard else {}),
@@ -133,43 +141,16 @@ def configuration(options: argparse.Namespace, heads: dict[str, str]) -> dict[st
     }
 
 
-def heads_hash(name: str) -> str:
-    """Of the weights and trees of all heads in a way of drafting, so that retrained heads do not continue another's
-    run."""
-    from decode.drafters.specs import OWN_HEADS, parse_all
-    from medusa_heads.embedded import DEFAULT_EMBEDDED
-    from medusa_heads.hub import WEIGHTS, heads_directory
-
-    digest = hashlib.sha256()
-    for kind, value, _ in parse_all(name):
-        if kind == "heads":
-            directory = heads_directory(DEFAULT_EMBEDDED if value == OWN_HEADS else value)
-            for file in (WEIGHTS, "tree.json"):
-                if (directory / file).is_file():
-                    digest.update((directory / file).read_bytes())
-    return digest.hexdigest()[:16]
-
-
-def trees_of(drafter: Any) -> Any:
-    """What limits a drafter's trees: a static tree, limits of dynamic ones, a list for a combination; None where
-    nothing is stored with it."""
-    if parts := getattr(drafter, "drafters", None):
-        return [trees_of(part) for part in parts]
-    choice = getattr(drafter, "choice", None)
-    tree = getattr(drafter, "tree", None) if choice is None else choice.likeliest
-    return None if tree is None else tree.to_dict()
-
-
 def build_methods(
     options: argparse.Namespace, heads: dict[str, str]
 ) -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:
     """The packed base, the unpacked one where a method or the check needs it, the methods by name, the heads' trees."""
-    from decode.benchmark.methods import engine_method, generate_method
+    from decode.benchmark.drafting import trees_of
+    from decode.benchmark.methods import engine_method, generate_method, untouched_base
     from decode.drafters import load_drafter
     from decode.engine import Decoder
     from decode.guard import DEFAULT_GUARD
     from decode.tree import Tree
-    from medusa_heads.attention import FOLDED
     from medusa_heads.base import Base
 
     base = Base.load(options.base, dtype=options.dtype, device=options.device, compile=options.compile)
@@ -187,9 +168,7 @@ def build_methods(
             methods[label], trees[label] = engine_method(Decoder(base, drafter, guard=guard)), trees_of(drafter)
     untouched = None
     if options.check_identity or set(SLOW) & set(options.methods):
-        untouched = Base.load(options.base, dtype=options.dtype, device=options.device, prepack=False)
-        if untouched.config._attn_implementation == FOLDED:  # back to transformers' own choice
-            untouched.model.set_attn_implementation("sdpa")
+        untouched = untouched_base(options.base, options.dtype, options.device)
     for name in SLOW:
         if name in options.methods:
             assert untouched is not None
@@ -355,11 +334,14 @@ def main(given: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(markdown(result))
-    found = result.get("identity")
-    if found is None or options.dtype != "float32":
+    if options.dtype != "float32":
         return 0
+    return 0 if all(is_the_bases_own(found) for found in result.get("identity", {}).values()) else 1
+
+
+def is_the_bases_own(found: dict[str, Any]) -> bool:
     same = found["same_as_plain"] == found["compared_with_plain"]
-    return 0 if same and found["base_argmax_everywhere"] == found["prompts"] else 1
+    return same and found["base_argmax_everywhere"] == found["prompts"]
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from decode.benchmark.methods import timed
+from decode.benchmark.methods import timed, untouched_base
 from decode.benchmark.prompts import file_hash, read_prompts, shuffled, stratified
 from decode.cli.common import quiet_transformers
 from decode.drafters import load_drafter
@@ -29,7 +29,6 @@ from decode.engine import Decoder
 from decode.machine import describe_machine, load_average, versions
 from decode.sampling import SamplingParams
 from decode.settings import GenerationSettings
-from medusa_heads.attention import FOLDED
 from medusa_heads.base import Base
 from medusa_heads.errors import ConfigError, UserError
 
@@ -96,9 +95,7 @@ def length(row: Sequence[int], eos: set[int]) -> int:
 
 def build_methods(options: argparse.Namespace) -> tuple[Base, dict[str, Method]]:
     base = Base.load(options.base, dtype=options.dtype, device=options.device)
-    untouched = Base.load(options.base, dtype=options.dtype, device=options.device, prepack=False)
-    if untouched.config._attn_implementation == FOLDED:  # back to transformers' own choice
-        untouched.model.set_attn_implementation("sdpa")
+    untouched = untouched_base(options.base, options.dtype, options.device)
     return base, {
         "plain": engine_method(Decoder(base), options),
         "heads": engine_method(Decoder(base, load_drafter(options.heads, base)), options),

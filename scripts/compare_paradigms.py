@@ -57,6 +57,8 @@ def part(prompts: Sequence[Prompt], limit: int | None) -> frozenset[str] | None:
 def main(given: Sequence[str] | None = None) -> int:
     import torch
 
+    from decode.benchmark.drafting import trees_of, weights_digest
+    from decode.benchmark.methods import untouched_base
     from decode.benchmark.prompts import file_hash, per_category, read_prompts, shuffled, stratified
     from decode.cli.common import notices_on_stderr, quiet_transformers
     from decode.drafters.specs import parse_all
@@ -95,13 +97,15 @@ def main(given: Sequence[str] | None = None) -> int:
         ways = options.ways or default_specs(base, has_heads)
         paradigms = load_paradigms(base, ways, options.heads)
         if options.generate:
-            unpacked = Base.load(options.base, dtype=options.dtype, device=options.device, prepack=False)
-            paradigms += generate_paradigms(unpacked)
+            paradigms += generate_paradigms(untouched_base(options.base, options.dtype, options.device))
         config = {
             "base": options.base,
             "heads": options.heads,
             "ways": [paradigm.label for paradigm in paradigms],
+            "weights": {way: weights_digest(way, options.heads) for way in ways},
+            "trees": {p.label: trees_of(p.drafter) for p in paradigms if p.drafter is not None},
             "dtype": options.dtype,
+            "device": str(base.device),
             "threads": torch.get_num_threads(),
             "prompt_file": {"name": options.prompts.name, "sha256": file_hash(options.prompts)},
         }

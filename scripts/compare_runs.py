@@ -23,7 +23,6 @@ if __package__ in (None, ""):
 NODES = ("8", "12", "32")
 NOT_SETTINGS = (
     "output",
-    "data.paths",
     "features",
     "log_every",
     "checkpoint_every",
@@ -31,7 +30,7 @@ NOT_SETTINGS = (
     "resume",
     "tracker",
 )
-"""Where a run reads and writes, which says nothing of the heads."""
+"""Where a run writes and how it is watched, which says nothing of the heads."""
 
 
 def read_run(directory: Path) -> dict[str, Any]:
@@ -52,7 +51,7 @@ def read_run(directory: Path) -> dict[str, Any]:
     training = metrics["training"]
     family = settings["heads"]["family"]
     return {
-        "name": directory.name,
+        "name": str(directory),
         "family": f"eagle-{settings['heads']['version']}" if family == "eagle" else family,
         "settings": {key: value for key, value in flat(settings) if not key.startswith(NOT_SETTINGS)},
         "parameters": metrics["parameters"],
@@ -109,7 +108,7 @@ def markdown(runs: Sequence[Mapping[str, Any]]) -> str:
                 " ".join(f"{rate:.3f}".lstrip("0") for rate in greedy.get("top_1", ())) or "–",
                 *(number(lengths.get(nodes)) for nodes in NODES),
                 number(sampled.get("acceptance_length_by_nodes", {}).get("12")),
-                f"{run['positions'] / run['seconds']:,.0f}",
+                f"{run['positions'] / run['seconds']:,.0f}" if run["seconds"] else "–",
             ]
         )
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"

@@ -88,9 +88,9 @@ def measure(
 def main(given: Sequence[str] | None = None) -> int:
     import torch
 
+    from decode.benchmark.methods import untouched_base
     from decode.cli.common import quiet_transformers
     from decode.machine import describe_machine, load_average, versions
-    from medusa_heads.attention import FOLDED
     from medusa_heads.base import Base
     from medusa_heads.errors import ConfigError, UserError
 
@@ -103,9 +103,7 @@ def main(given: Sequence[str] | None = None) -> int:
         longest = max(options.contexts) + options.nodes
         if base.max_positions is not None and longest > base.max_positions:
             raise ConfigError(f"the base's context of {base.max_positions} has no room for {longest} tokens")
-        untouched = Base.load(options.base, dtype=options.dtype, device=options.device, prepack=False)
-        if untouched.config._attn_implementation == FOLDED:  # back to transformers' own choice
-            untouched.model.set_attn_implementation("sdpa")
+        untouched = untouched_base(options.base, options.dtype, options.device)
         rows = measure(base, untouched, options)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

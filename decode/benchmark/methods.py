@@ -16,9 +16,18 @@ import torch
 from decode.engine import Decoder
 from decode.sampling import SamplingParams
 from decode.settings import GenerationSettings
+from medusa_heads.attention import FOLDED
 from medusa_heads.base import Base
 
 PROMPT_LOOKUP_TOKENS = 10
+
+
+def untouched_base(name: str, dtype: str, device: str | None) -> Base:
+    """A base whose model is as `from_pretrained` gives it: nothing packed, attention by transformers' own choice."""
+    base = Base.load(name, dtype=dtype, device=device, prepack=False)
+    if base.config._attn_implementation == FOLDED:
+        base.model.set_attn_implementation("sdpa")
+    return base
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,13 @@ from decode.measure import spread
 Row = Mapping[str, Any]
 BASELINES = ("plain", "generate")
 RESAMPLES = 2000
-OVERHEAD_STAGES = ("draft", "verify", "commit")
 
 
 def summarize(rows: Sequence[Row]) -> dict[str, Any]:
     """All figures of a run.
 
     `methods`: by temperature and method, over all its prompts. `comparisons`: by temperature, a method against a
-    baseline over the prompts that both have answered. Identity rows, where there are any, in `identity`.
+    baseline over the prompts that both have answered. Identity rows, where there are any, in `identity` by method.
     """
     measured = [row for row in rows if row["kind"] == "answer"]
     checked = [row for row in rows if row["kind"] == "identity"]
@@ -41,7 +40,8 @@ def summarize(rows: Sequence[Row]) -> dict[str, Any]:
     }
     result: dict[str, Any] = {"methods": methods, "comparisons": comparisons}
     if checked:
-        result["identity"] = identity(checked)
+        methods_checked = dict.fromkeys(row["method"] for row in checked)
+        result["identity"] = {m: identity([row for row in checked if row["method"] == m]) for m in methods_checked}
     return result
 
 
@@ -148,10 +148,9 @@ def markdown(result: Mapping[str, Any]) -> str:
         parts += [f"### {'Greedy' if float(temperature) == 0.0 else f'Sampling, temperature {temperature}'}", ""]
         parts += [*_method_table(methods, result["comparisons"][temperature]), ""]
         parts += [*_category_table(methods, result["comparisons"][temperature]), ""]
-    if "identity" in result:
-        found = result["identity"]
+    for name, found in result.get("identity", {}).items():
         parts += [
-            f"Greedy text with heads is the base's own choice at every token on {found['base_argmax_everywhere']} of "
+            f"Greedy text of {name} is the base's own choice at every token on {found['base_argmax_everywhere']} of "
             f"{found['prompts']} prompts, and equals this engine's plain text on {found['same_as_plain']} of the "
             f"{found['compared_with_plain']} that were decoded plainly too.",
             "",
@@ -160,12 +159,9 @@ def markdown(result: Mapping[str, Any]) -> str:
 
 
 def _method_table(methods: Mapping[str, Any], comparisons: Mapping[str, Any]) -> list[str]:
-    lines = [
-        "| method | prompts | tokens/s | quartiles over prompts | acceptance length | "
-        + " | ".join(f"× {baseline}" for baseline in comparisons)
-        + " |",
-        "|---|---|---|---|---|" + "---|" * len(comparisons),
-    ]
+    head = ["method", "prompts", "tokens/s", "quartiles over prompts", "acceptance length"]
+    head += [f"× {baseline}" for baseline in comparisons]
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for name, found in methods.items():
         low, middle, high = found["tokens_per_second_quartiles"]
         cells = [

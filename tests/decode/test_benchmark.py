@@ -221,12 +221,14 @@ def test_the_command_takes_every_way_of_drafting(tiny_pair: dict[str, Path], tmp
 def test_the_command_checks_identity(tiny_pair: dict[str, Path], tmp_path: Path) -> None:
     output = tmp_path / "run"
     assert main(command(tiny_pair, output, "--check-identity", "--limit", "3")) == 0
-    identity = json.loads((output / "result.json").read_text())["identity"]
+    identity = json.loads((output / "result.json").read_text())["identity"]["heads"]
     assert identity["prompts"] == identity["same_as_plain"] == identity["base_argmax_everywhere"] == 3
     alone = tmp_path / "alone"
     assert main(command(tiny_pair, alone, "--check-identity", "--limit", "3", "--methods", "heads")) == 0
-    identity = json.loads((alone / "result.json").read_text())["identity"]
+    identity = json.loads((alone / "result.json").read_text())["identity"]["heads"]
     assert (identity["base_argmax_everywhere"], identity["compared_with_plain"]) == (3, 0)
+    head, line = (alone / "result.md").read_text().splitlines()[2:4]
+    assert head.count("|") == line.count("|") == 6
     with pytest.raises(SystemExit):
         main(command(tiny_pair, alone, "--check-identity", "--methods", "plain"))
 

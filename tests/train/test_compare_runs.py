@@ -28,7 +28,8 @@ def test_runs_are_told_apart_by_what_differs_in_their_settings(runs, tmp_path, c
     assert table in capsys.readouterr().out
     head, _, *lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
     assert head[:4] == ["run", "data.max_positions", "heads.family", "heads.num_heads"]
-    assert [line[:3] for line in lines] == [["all", "–", "medusa"], ["some", "60", "medusa"], ["hydra", "–", "hydra"]]
+    expected = [["all", "–", "medusa"], ["some", "60", "medusa"], ["hydra", "–", "hydra"]]
+    assert [line[:3] for line in lines] == [[str(runs / name), *more] for name, *more in expected]
     result = json.loads((tmp_path / "out" / "result.json").read_text())
     assert result["differing"] == head[1:4] and not (tmp_path / "out" / "result.png").exists()
     for name, found in zip(names, result["runs"], strict=True):
