@@ -6,13 +6,19 @@ import json
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatch
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from decode.drafters.adaptive import Reach
 from decode.dynamic import DynamicTree
-from medusa_heads.draft_model import DraftModel
+from medusa_heads.draft_model import FILES, DraftModel, drafting_in
+from medusa_heads.errors import HeadsError
+from medusa_heads.fetching import EXTRAS, WEIGHTS
+from medusa_heads.formats.checkpoint import CONFIG
+from medusa_heads.placing import check_replaceable
 from train.draft_model import DEPTH, DraftTrainer
 from train.evaluate import Ranks, best_tree, collect_ranks, path_probabilities, simulate, summarize
 from train.losses import Rows
@@ -23,6 +29,18 @@ from train.trainer import HeadsTrainer, MedusaTrainer
 
 if TYPE_CHECKING:
     from train.config import TrainingConfig
+
+
+def check_output(config: TrainingConfig) -> None:
+    """Raises HeadsError where saving would, after all the training: `output` holds what heads may not replace."""
+    target = Path(config.output)
+    if config.heads.family != "draft_model":
+        check_replaceable(target, {CONFIG, WEIGHTS, *EXTRAS})
+        return
+    there = [path.name for path in target.iterdir()] if target.is_dir() else []
+    if there and drafting_in(target) is None:
+        raise HeadsError(f"cannot save a draft model at {target}: it holds something else")
+    check_replaceable(target, {name for name in there if any(fnmatch(name, pattern) for pattern in FILES)})
 
 
 def evaluation_groups(source: StateSource, rows: Sequence[int], limit: int | None) -> dict[str, list[int]]:

@@ -30,7 +30,7 @@ from train.checkpoint import Interrupt, latest_checkpoint, load_checkpoint, save
 from train.config import TrainingConfig, load_config
 from train.data import choose_rows, held_out
 from train.families import make_trainer
-from train.finish import finish
+from train.finish import check_output, finish
 from train.losses import head_weights
 from train.optimizers import make_optimizers
 from train.progress import Meter, peak_memory
@@ -40,6 +40,7 @@ from train.states import LiveStates
 
 def train(config: TrainingConfig) -> Path:
     """Trains to the end (or to an interruption, which leaves a checkpoint). Returns the heads' directory."""
+    check_output(config)
     accelerator = Accelerator(
         cpu=None if torch.accelerator.is_available() else True,  # processes without a GPU talk through gloo
         mixed_precision=config.mixed_precision,
@@ -131,7 +132,8 @@ def train(config: TrainingConfig) -> Path:
             step += 1
             meter.step(step, step / steps_per_epoch, float(schedulers[0].get_last_lr()[0]))
             stop = interrupt.agreed(accelerator)
-            if stop or (step % config.checkpoint_every == 0 and step < total):
+            # At the end too: an evaluation that failed is begun again without training anew.
+            if stop or step % config.checkpoint_every == 0 or step == total:
                 save_checkpoint(accelerator, config, step)
             if stop:
                 say(f"stopped at step {step} of {total}; the same command goes on from there")

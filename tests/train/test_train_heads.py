@@ -14,7 +14,7 @@ import train.train_heads as script
 from decode.drafters.medusa import MedusaDrafter
 from decode.engine import Decoder, GenerationSettings
 from medusa_heads import Base, MedusaHeads
-from medusa_heads.errors import ConfigError
+from medusa_heads.errors import ConfigError, HeadsError
 from tests.train.helpers import save_tiny_base
 from tests.train.runs import assert_same_weights, logged, make_place, repeated, run
 from train.checkpoint import checkpoints
@@ -75,6 +75,31 @@ def test_ten_steps_equal_five_and_five_bit_for_bit(place, tmp_path, changes):
     torch.manual_seed(999)
     assert_same_weights(whole, run(place, output, max_steps=10, **settings))
     assert [row["step"] for row in logged(output)] == [2, 4, 6, 8, 10]
+
+
+def test_an_evaluation_that_failed_is_made_again_without_training(place, tmp_path, monkeypatch):
+    settings = {"max_steps": 5, "checkpoint_every": 4}
+    whole = run(place, tmp_path / "whole", **settings)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(script, "finish", lambda *arguments: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run(place, tmp_path / "heads", **settings)
+    assert not (tmp_path / "heads").exists()
+    monkeypatch.setattr(script, "plan_epoch", lambda *arguments: pytest.fail("a step was planned"))
+    assert_same_weights(whole, run(place, tmp_path / "heads", **settings))
+
+
+@pytest.mark.parametrize("family", ["medusa", "draft_model"])
+def test_an_output_that_may_not_be_replaced_is_refused_before_training(place, tmp_path, monkeypatch, family):
+    monkeypatch.setattr(Base, "load", lambda *arguments, **options: pytest.fail("the base was loaded"))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("…")
+    with pytest.raises(HeadsError, match=r"cannot save .* at .*mine"):
+        run(place, tmp_path / "mine", heads={"family": family})
+    (tmp_path / "file").write_text("…")
+    with pytest.raises(HeadsError, match="not a directory"):
+        run(place, tmp_path / "file", heads={"family": family})
+    assert not (tmp_path / "mine.run").exists()
 
 
 def test_ctrl_c_saves_and_the_same_command_goes_on(place, tmp_path):
