@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import shutil
 import signal
+from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 import yaml
+from torch import Tensor
 
 from medusa_heads.errors import ConfigError
 from train.config import TrainingConfig, build
@@ -37,8 +40,19 @@ def latest_checkpoint(run_directory: Path) -> Path | None:
     return found[-1] if (found := checkpoints(run_directory)) else None
 
 
-def save_checkpoint(accelerator: Accelerator, config: TrainingConfig, step: int) -> Path:
-    """Weights, optimizer, schedule, random states and the step. Written beside, then renamed."""
+def data_digest(rows: Iterable[tuple[str, int]], draft_ids: Tensor | None) -> str:
+    """Identity of what a run trains on.
+
+    Args:
+        rows: id and supervised positions of each row, in the order in which steps are planned over them.
+        draft_ids: (V,), the draft vocabulary; None for the whole one.
+    """
+    known = [list(rows), None if draft_ids is None else draft_ids.tolist()]
+    return hashlib.sha256(json.dumps(known).encode()).hexdigest()
+
+
+def save_checkpoint(accelerator: Accelerator, config: TrainingConfig, step: int, data: str) -> Path:
+    """Weights, optimizer, schedule, random states, step and the data's digest. Written beside, then renamed."""
     target = config.run_directory / f"checkpoint-{step:07d}"
     partial = config.run_directory / f"partial-{step:07d}"
     if accelerator.is_main_process:
@@ -48,7 +62,8 @@ def save_checkpoint(accelerator: Accelerator, config: TrainingConfig, step: int)
     accelerator.save_state(str(partial))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        (partial / "run.json").write_text(json.dumps({"step": step, "config": config.to_yaml()}))
+        run = {"step": step, "config": config.to_yaml(), "data": data}
+        (partial / "run.json").write_text(json.dumps(run))
         shutil.rmtree(target, ignore_errors=True)
         os.replace(partial, target)
         for old in checkpoints(config.run_directory)[: -config.keep_checkpoints]:
@@ -57,12 +72,12 @@ def save_checkpoint(accelerator: Accelerator, config: TrainingConfig, step: int)
     return target
 
 
-def load_checkpoint(accelerator: Accelerator, path: Path, config: TrainingConfig) -> int:
+def load_checkpoint(accelerator: Accelerator, path: Path, config: TrainingConfig, data: str) -> int:
     """Restores a checkpoint. Returns the number of steps done.
 
     Raises:
-        ConfigError: the checkpoint was made with other settings; the message names them. A setting that did not exist
-            when it was made counts as its default.
+        ConfigError: the checkpoint was made with other settings, which the message names, or with other data. A setting
+            that did not exist when it was made counts as its default; the digest of the data may be missing, too.
     """
     run = json.loads((path / "run.json").read_text())
     then, now = _course(build(TrainingConfig, yaml.safe_load(run["config"]))), _course(config)
@@ -70,6 +85,10 @@ def load_checkpoint(accelerator: Accelerator, path: Path, config: TrainingConfig
     if changed:
         raise ConfigError(
             f"{path} was made with other settings of {', '.join(changed)}: give another output, or resume=false"
+        )
+    if run.get("data", data) != data:
+        raise ConfigError(
+            f"the data are others than those that {path} was made with: give another output, or resume=false"
         )
     accelerator.load_state(str(path))
     return int(run["step"])

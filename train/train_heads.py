@@ -26,7 +26,7 @@ from accelerate.utils import set_seed
 from medusa_heads.base import Base
 from medusa_heads.errors import ConfigError, UserError
 from train.batches import plan_epoch, share_rows, steps_in_epoch
-from train.checkpoint import Interrupt, latest_checkpoint, load_checkpoint, save_checkpoint
+from train.checkpoint import Interrupt, data_digest, latest_checkpoint, load_checkpoint, save_checkpoint
 from train.config import TrainingConfig, load_config
 from train.data import choose_rows, held_out
 from train.families import make_trainer
@@ -93,9 +93,10 @@ def train(config: TrainingConfig) -> Path:
     model, *optimizers = accelerator.prepare(trainer, *optimizers)
     accelerator.register_for_checkpointing(*schedulers)
     step = 0
+    data = data_digest(((ids[r], size) for r, size in zip(train_rows, sizes, strict=True)), heads.draft_ids)
     checkpoint = latest_checkpoint(config.run_directory) if config.resume else None
     if checkpoint is not None:
-        step = load_checkpoint(accelerator, checkpoint, config)
+        step = load_checkpoint(accelerator, checkpoint, config, data)
         say(f"resumed from {checkpoint} at step {step} of {total}")
 
     weights = torch.tensor(head_weights(trainer.depth, config.loss.head_decay))
@@ -134,7 +135,7 @@ def train(config: TrainingConfig) -> Path:
             stop = interrupt.agreed(accelerator)
             # At the end too: an evaluation that failed is begun again without training anew.
             if stop or step % config.checkpoint_every == 0 or step == total:
-                save_checkpoint(accelerator, config, step)
+                save_checkpoint(accelerator, config, step, data)
             if stop:
                 say(f"stopped at step {step} of {total}; the same command goes on from there")
                 raise SystemExit(130)

@@ -150,6 +150,29 @@ def test_the_precision_that_a_launch_sets_is_checked_too(place, tmp_path, monkey
         run(place, tmp_path / "heads", optimizer={"name": "muon"})
 
 
+@pytest.mark.parametrize("change", ["rows", "sizes", "tokens"])
+def test_a_checkpoint_of_other_data_is_refused(place, tmp_path, change):
+    def train_on(lines):
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        data = {"paths": [str(tmp_path / "rows.jsonl")], "held_out": 0.2}
+        heads = {"num_heads": 2, "num_layers": 1, "draft_vocab_size": 6}
+        run(place, tmp_path / "a", max_steps=2, features={"directory": None}, data=data, heads=heads)
+
+    lines = [json.loads(line) for line in (place / "rows.jsonl").read_text().splitlines()]
+    train_on(lines)
+    train_on(lines)
+    if change == "rows":
+        lines = lines[::-1]
+    for line in lines:
+        answer = line["messages"][1]
+        if change == "sizes":
+            answer["content"] += "a"
+        elif change == "tokens":  # as many, but others, and so another draft vocabulary
+            answer["content"] = answer["content"].translate(str.maketrans("abcdef", "uvwxyz"))
+    with pytest.raises(ConfigError, match=r"the data are others than those that .*checkpoint-0000002 was made with"):
+        train_on(lines)
+
+
 def test_the_command_line_names_what_is_wrong_without_a_traceback(tmp_path, capsys):
     (tmp_path / "c.yaml").write_text("output: x\nstep: 3\n")
     assert script.main(["--config", str(tmp_path / "c.yaml")]) == 2
@@ -222,7 +245,7 @@ def test_a_checkpoint_goes_on_after_a_setting_was_added_and_refuses_one_that_cha
     record = checkpoints(Path(f"{out}.run"))[0] / "run.json"
     made = json.loads(record.read_text())
     before = yaml.safe_load(made["config"])
-    del before["data"]["max_positions"], before["optimizer"]["name"]  # as an older version wrote it
+    del before["data"]["max_positions"], before["optimizer"]["name"], made["data"]  # as an older version wrote it
     record.write_text(json.dumps(made | {"config": yaml.safe_dump(before)}))
     assert_same_weights(whole, run(place, tmp_path / "heads", max_steps=4, **settings))
     with pytest.raises(ConfigError, match="other settings of data, seed"):
