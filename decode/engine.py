@@ -35,6 +35,7 @@ class Prefix:
     """What a caller keeps between turns, so that a shared beginning is not computed again. Owned by the caller; one
     call at a time may use it. A call that fails, or is left before its end, leaves what it had read by then."""
 
+    base: Base | None = None
     cache: TreeCache | None = None
     ids: list[int] | None = None
     """The tokens that the cache holds; None while a call changes it, and where one failed in doing so."""
@@ -174,7 +175,7 @@ class _Call:
             if decoder.drafter is not None:
                 self.session = decoder.drafter.start([row.draft_row for row in self.rows])
             if prefix is not None:
-                prefix.cache, prefix.ids = self.cache, []
+                prefix.base, prefix.cache, prefix.ids = self.base, self.cache, []
                 prefix.drafter, prefix.session = decoder.drafter, self.session
         if isinstance(self.session, SharesCache):
             self.session.share(self.cache)
@@ -182,8 +183,8 @@ class _Call:
         self.fixed = FixedPasses(self.base, self.cache, self.mask) if self.base.fixed_shapes else None
 
     def _resume(self, prefix: Prefix, drafter: Drafter | None) -> bool:
-        """Takes over what a kept prefix shares with the prompt; False where it has nothing for this drafter."""
-        if prefix.cache is None or prefix.drafter is not drafter:
+        """Takes over what a kept prefix shares with the prompt; False where that is of another base or drafter."""
+        if prefix.cache is None or prefix.base is not self.base or prefix.drafter is not drafter:
             return False
         row = self.rows[0]
         reused = prefix.shared_length(row.ids)
@@ -297,12 +298,20 @@ class _Call:
         nodes = None if self.guard is None else self.guard.nodes(len(roots))
         if self.session is not None and nodes != 1:
             with self._changing():
-                draft = self.session.draft(roots, nodes)
-            depth = max(tree.depth for tree in draft.trees)
-            if self.limit is None or self.cache.offset + depth < self.limit:
-                return draft
+                return self._within_limit(self.session.draft(roots, nodes))
         ids = torch.tensor(roots, device=self.base.device)
         return Draft([ROOT_ONLY] * len(roots), ids[:, None])
+
+    def _within_limit(self, draft: Draft) -> Draft:
+        """The draft without the trees that would reach beyond the base's context."""
+        if self.limit is None:
+            return draft
+        fits = [n + tree.depth < self.limit for n, tree in zip(self.cache.lengths, draft.trees, strict=True)]
+        if all(fits):
+            return draft
+        trees = [tree if fit else ROOT_ONLY for tree, fit in zip(draft.trees, fits, strict=True)]
+        laws = None if draft.laws is None else [law if fit else None for law, fit in zip(draft.laws, fits, strict=True)]
+        return Draft(trees, draft.tokens[:, : max(tree.size for tree in trees)], laws)
 
     def _forward_trees(self, draft: Draft) -> BaseOutput:
         if self.fixed is not None:

@@ -22,7 +22,7 @@ COLOURS = (None, "cyan", "green", "yellow", "magenta")
 """Of a round's text, by the number of drafted tokens in it: none, 1, 2, 3, more."""
 HELP = """\
 /reset        forget the conversation
-/save FILE    write the conversation to FILE as JSON messages
+/save FILE    write the conversation to FILE, a line of JSON as training reads it
 /stats        tokens, speed and acceptance length of the conversation
 /help         this list
 /quit         leave (so do Ctrl-D, and Ctrl-C where no answer runs)
@@ -168,11 +168,11 @@ class Conversation:
         )
 
     def save(self, name: str) -> str:
-        """Write the conversation as `{"messages": [...]}`, which `generate --input` and the trainer read."""
+        """Write the conversation as one line, `{"id": …, "messages": [...]}`, of the kind that the trainer reads."""
         if not name:
             raise UserError("/save needs a file name")
         path = Path(name).expanduser()
-        text = json.dumps({"messages": [*self.start, *self.messages]}, ensure_ascii=False, indent=2)
+        text = json.dumps({"id": path.stem, "messages": [*self.start, *self.messages]}, ensure_ascii=False)
         try:
             path.write_text(text + "\n", encoding="utf-8")
         except OSError as error:

@@ -10,11 +10,14 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
 from decode.certify import plain_greedy, whole_logits
+from decode.drafters.medusa import MedusaDrafter
 from decode.engine import Decoder, per_row
 from decode.sampling import SamplingParams
 from decode.settings import GenerationSettings
+from decode.tree import Tree
 from medusa_heads.base import Base
 from medusa_heads.errors import ConfigError
+from medusa_heads.medusa import MedusaHeads
 from tests.conftest import tiny_base
 from tests.decode.oracle import Oracle
 
@@ -156,3 +159,23 @@ def test_processors_are_asked_once_a_token_in_order_and_never_behind_the_end(
         result = decoder.generate(PROMPTS[0], settings)
         whole = PROMPTS[0] + result.token_ids
         assert watching.texts == [whole[:length] for length in range(len(PROMPTS[0]), len(whole))]
+
+
+def test_a_row_near_the_context_limit_does_not_hold_the_others_back() -> None:
+    base = tiny_base("gpt2")
+    base.eos_token_ids = ()
+    heads = MedusaHeads.for_base(base, 2, 1)
+    decoder = Decoder(base, MedusaDrafter(heads, base, Tree.from_rank_paths([(0,), (1,), (0, 0)])))
+    assert base.max_positions is not None
+    prompts = [(PROMPTS[0] * 40)[: base.max_positions - 5], PROMPTS[1]]
+    for temperature in (0.0, 1.0):
+        settings = [
+            GenerationSettings(max_new_tokens=20, seed=seed, sampling=SamplingParams(temperature=temperature))
+            for seed in (1, 2)
+        ]
+        alone = [decoder.generate(prompt, own) for prompt, own in zip(prompts, settings, strict=True)]
+        together = decoder.generate_batch(prompts, settings)
+        assert [r.token_ids for r in together] == [r.token_ids for r in alone]
+        assert together[0].finish_reason == "context" and len(together[0].token_ids) == 5
+        assert [r.stats.tree_nodes for r in together] == [r.stats.tree_nodes for r in alone]
+        assert alone[0].stats.tree_nodes < 4 * alone[0].stats.rounds, "its last rounds had no room for a tree"

@@ -73,5 +73,6 @@ def test_ctrl_c_stops_one_answer_and_keeps_what_was_said(
     assert result.exit_code == 0, result.output
     assert "[stopped]" in result.stderr
     messages = json.loads(saved.read_text())["messages"]
+    assert saved.read_text().count("\n") == 1 and json.loads(saved.read_text())["id"] == "talk"
     assert len(messages) == 4
     assert len(messages[1]["content"]) <= 1  # one round, one byte

@@ -179,3 +179,13 @@ def test_heads_draft_by_each_calls_own_settings(base: Base, temperature: float) 
         kept = decoder.generate(PROMPT, settings, prefix=prefix)
         assert kept.token_ids == decoder.generate(PROMPT, settings).token_ids
     assert kept.stats.reused_tokens == len(PROMPT) - 1
+
+
+def test_a_prefix_of_another_base_is_not_read(base: Base) -> None:
+    other, prefix = tiny_base(seed=1), Prefix()
+    other.eos_token_ids = ()
+    assert greedy(other, PROMPT) != greedy(base, PROMPT)
+    for now in (base, other, base):
+        kept = Decoder(now).generate(PROMPT, SETTINGS, prefix=prefix)
+        assert kept.token_ids == greedy(now, PROMPT) and kept.stats.reused_tokens == 0
+    assert Decoder(base).generate(PROMPT, SETTINGS, prefix=prefix).stats.reused_tokens == len(PROMPT) - 1
