@@ -86,12 +86,3 @@ def tuned_tree(directory: Path, base: Base) -> Tree | None:
     if isinstance(choice, DynamicTree):
         raise HeadsError(f"the profile of {directory} has no tree but limits of a dynamic one: tune it again")
     return choice
-
-
-def tuned_limits(directory: Path, base: Base) -> DynamicTree | None:
-    """The limits of the profile for a drafter that grows its trees; None where there is no profile. A static tree in
-    their place is an error."""
-    choice = read_profile(directory, base)
-    if isinstance(choice, Tree):
-        raise HeadsError(f"the profile of {directory} has a static tree, not limits of a dynamic one: tune it again")
-    return choice

@@ -34,19 +34,6 @@ from transformers import (
 
 from medusa_heads.errors import ConfigError
 
-_PREFIX_FREE = (
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    MinPLogitsWarper,
-    SuppressTokensLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopHLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-)
-
-
 NUCLEUS = 1024
 """Likeliest tokens among which the edge of top-p is looked for."""
 
@@ -155,14 +142,6 @@ def _with_custom(default: LogitsProcessorList, custom: list[LogitsProcessor]) ->
         merged.append(next((own for own in custom if type(own) is type(processor)), processor))
     merged.extend(own for own in custom if own not in merged)
     return merged
-
-
-def sees_prefix(processors: Iterable[LogitsProcessor]) -> bool:
-    """Whether the prefix may change what these processors do; False for transformers' own that shape sampling alone.
-
-    Where False, `node_scores` and `node_law` take an empty prefix, and all nodes of a tree may be processed at once.
-    """
-    return not all(type(processor) in _PREFIX_FREE for processor in processors)
 
 
 def node_scores(logits: Tensor, prefix_ids: Sequence[int] | Tensor, processors: Iterable[LogitsProcessor]) -> Tensor:

@@ -153,13 +153,3 @@ def cost_of_rounds(seconds: Mapping[int, float], depths: Mapping[int, int], draf
 def best_option(options: Sequence[Option]) -> Option:
     """The fastest; of equally fast ones the smallest."""
     return max(options, key=lambda option: (option.tokens_per_second, -option.tree.size))
-
-
-def choose_tree(accuracy: Sequence[Sequence[float]], cost_by_size: Mapping[int, float]) -> Tree:
-    """The tree that maximises expected length ÷ cost.
-
-    Args:
-        accuracy: (K, R), as in `options_from_accuracy`.
-        cost_by_size: seconds (or any unit) of a round by the number of nodes that it verifies, 1 included.
-    """
-    return best_option(options_from_accuracy(accuracy, RoundCost(cost_by_size))).tree

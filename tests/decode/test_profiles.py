@@ -18,7 +18,6 @@ from decode.profiles import (
     profile_key,
     profile_path,
     read_profile,
-    tuned_limits,
     tuned_tree,
     write_profile,
 )
@@ -61,15 +60,12 @@ def test_a_tuned_tree_is_taken_by_default_and_a_given_one_wins(base: Base, tmp_p
 
 def test_limits_of_a_dynamic_tree_are_kept_alike(base: Base, tmp_path: Path) -> None:
     heads, limits = saved_heads(base, tmp_path / "heads"), DynamicTree(depth=5, width=4, nodes=16)
-    assert tuned_limits(heads, base) is None and tuned_tree(heads, base) is None
+    assert read_profile(heads, base) is None and tuned_tree(heads, base) is None
     path = write_profile(heads, base, limits, {"measured": 1.5})
     assert json.loads(path.read_text())["dynamic"] == limits.to_dict()
-    assert tuned_limits(heads, base) == limits == read_profile(heads, base)
+    assert read_profile(heads, base) == limits
     with pytest.raises(HeadsError, match="limits of a dynamic one"):
         tuned_tree(heads, base)
-    write_profile(heads, base, TUNED, {})
-    with pytest.raises(HeadsError, match="static tree"):
-        tuned_limits(heads, base)
 
 
 @pytest.mark.parametrize("wrong", ({"depth": 0}, {"width": True}, {"nodes": 2.5}, {"deep": 3}))

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from decode import sampling
-from decode.sampling import SamplingParams, build_processors, node_law, node_scores, sees_prefix
+from decode.sampling import SamplingParams, build_processors, node_law, node_scores
 from decode.tree import Tree
 from decode.verify import Chooser, draw_siblings, verify_point_mass, verify_sampled
 from medusa_heads.errors import ConfigError
@@ -175,25 +175,6 @@ def test_logits_are_left_as_they_are_by_processors_that_write_in_place() -> None
     scores = node_scores(logits, PROMPT, [Bonus()])
     assert scores[12] == 2.0
     assert torch.equal(logits, torch.zeros(VOCABULARY))
-
-
-@pytest.mark.parametrize("name", sorted(CASES))
-def test_what_does_not_see_the_prefix(name: str) -> None:
-    """Where `sees_prefix` is False the law is that of an empty prefix, and nodes may be processed together."""
-    processors = build_processors(SamplingParams(**CASES[name]), prompt_length=len(PROMPT), eos_token_ids=EOS)
-    seen = {"repetition_penalty", "no_repeat_ngram_size", "bad_words_ids", "min_new_tokens"}
-    assert sees_prefix(processors) == bool(seen & set(CASES[name]))
-    if not sees_prefix(processors):
-        logits = 3.0 * torch.randn(5, VOCABULARY, generator=torch.Generator().manual_seed(4))
-        together = processors(torch.zeros(5, 0, dtype=torch.long), logits.clone()).softmax(-1)
-        for row, law in zip(logits, together, strict=True):
-            assert torch.equal(node_law(row, [], processors), law)
-            assert torch.equal(node_law(row, PROMPT, processors), law)
-
-
-def test_a_stranger_may_see_the_prefix() -> None:
-    assert sees_prefix([Bonus()])
-    assert not sees_prefix([])
 
 
 def test_min_new_tokens_needs_the_prompt_length() -> None:

@@ -15,7 +15,6 @@ from decode.tuning import (
     Option,
     RoundCost,
     best_option,
-    choose_tree,
     interpolate,
     options_from_accuracy,
     options_from_paths,
@@ -25,6 +24,10 @@ from medusa_heads.errors import ConfigError
 from medusa_heads.medusa import MedusaHeads
 
 ACCURACY = [[0.5, 0.2, 0.1], [0.4, 0.2, 0.1], [0.3, 0.1, 0.1]]
+
+
+def choose_tree(accuracy: list[list[float]], cost_by_size: dict[int, float]) -> Tree:
+    return best_option(options_from_accuracy(accuracy, RoundCost(cost_by_size))).tree
 
 
 def all_trees(num_heads: int, ranks: int, largest: int) -> list[Tree]:
