@@ -19,6 +19,7 @@ from torch import Tensor
 
 from medusa_heads.errors import ConfigError
 from train.config import TrainingConfig, build
+from train.progress import Totals
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -51,8 +52,11 @@ def data_digest(rows: Iterable[tuple[str, int]], draft_ids: Tensor | None) -> st
     return hashlib.sha256(json.dumps(known).encode()).hexdigest()
 
 
-def save_checkpoint(accelerator: Accelerator, config: TrainingConfig, step: int, data: str) -> Path:
-    """Weights, optimizer, schedule, random states, step and the data's digest. Written beside, then renamed."""
+def save_checkpoint(accelerator: Accelerator, config: TrainingConfig, step: int, data: str, totals: Totals) -> Path:
+    """Weights, optimizer, schedule, random states, step, the data's digest and what the run did so far.
+
+    Written beside, then renamed.
+    """
     target = config.run_directory / f"checkpoint-{step:07d}"
     partial = config.run_directory / f"partial-{step:07d}"
     if accelerator.is_main_process:
@@ -62,7 +66,7 @@ def save_checkpoint(accelerator: Accelerator, config: TrainingConfig, step: int,
     accelerator.save_state(str(partial))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        run = {"step": step, "config": config.to_yaml(), "data": data}
+        run = {"step": step, "config": config.to_yaml(), "data": data, "totals": dataclasses.asdict(totals)}
         (partial / "run.json").write_text(json.dumps(run))
         shutil.rmtree(target, ignore_errors=True)
         os.replace(partial, target)
@@ -72,8 +76,9 @@ def save_checkpoint(accelerator: Accelerator, config: TrainingConfig, step: int,
     return target
 
 
-def load_checkpoint(accelerator: Accelerator, path: Path, config: TrainingConfig, data: str) -> int:
-    """Restores a checkpoint. Returns the number of steps done.
+def load_checkpoint(accelerator: Accelerator, path: Path, config: TrainingConfig, data: str) -> tuple[int, Totals]:
+    """Restores a checkpoint. Returns the number of steps done, and what they came to: where the checkpoint is of a
+    version that did not say, steps alone.
 
     Raises:
         ConfigError: the checkpoint was made with other settings, which the message names, or with other data. A setting
@@ -91,7 +96,7 @@ def load_checkpoint(accelerator: Accelerator, path: Path, config: TrainingConfig
             f"the data are others than those that {path} was made with: give another output, or resume=false"
         )
     accelerator.load_state(str(path))
-    return int(run["step"])
+    return int(run["step"]), Totals(**run.get("totals", {"steps": run["step"]}))
 
 
 class Interrupt:

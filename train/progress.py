@@ -6,6 +6,7 @@ import json
 import resource
 import sys
 import time
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -32,19 +33,50 @@ def peak_memory(device: torch.device) -> str:
     return f"peak memory of the {'GPU' if device.type == 'cuda' else 'process'}: {peak_bytes(device) / 2**30:.2f} GiB"
 
 
-class Meter:
-    """Gathers figures over `log_every` steps and reports their means, over all processes."""
+@dataclass(frozen=True)
+class Totals:
+    """What a run, or a part of it, did."""
 
-    def __init__(self, accelerator: Accelerator, config: TrainingConfig, total: int, done: int):
+    steps: int = 0
+    positions: int = 0
+    """Targets of head 0."""
+    tokens: int = 0
+    """Read, prompts included."""
+    seconds: float = 0.0
+
+    def __add__(self, other: Totals) -> Totals:
+        return Totals(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    def __sub__(self, other: Totals) -> Totals:
+        return Totals(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+    def summary(self) -> dict[str, float]:
+        """The totals and their speeds; no time has none."""
+        speeds = {
+            f"{name}_per_second": getattr(self, name) / self.seconds if self.seconds else 0.0
+            for name in ("positions", "tokens")
+        }
+        return {**asdict(self), **speeds}
+
+
+class Meter:
+    """Gathers figures over `log_every` steps and reports their means, over all processes.
+
+    Args:
+        total, done: steps of the run and those behind it.
+        before: totals of the sessions behind it, as `totals` gave them to a checkpoint; None: of none.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, config: TrainingConfig, total: int, done: int, before: Totals | None = None
+    ):
         self.accelerator = accelerator
         self.config = config
         self.total = total
         self.done = done
         self.path: Path = config.run_directory / "metrics.jsonl"
-        self.steps = 0
-        self.positions = 0
-        self.tokens = 0
-        self.seconds = 0.0
+        self.before = before or Totals()
+        self._reported = self.before
         self._clear()
 
     def __enter__(self) -> Meter:
@@ -78,26 +110,19 @@ class Meter:
         self._pending += 1
         if step % self.config.log_every and step != self.total:
             return
-        assert self._figures is not None
-        sums = torch.cat([self._figures.flatten(), self._figures.new_tensor([self._tokens])])
-        sums = self.accelerator.reduce(sums.float(), "sum").cpu()
-        now = time.perf_counter()
-        elapsed, self.clock = now - self.clock, now
-        figures, tokens = sums[:-1].reshape(-1, 3), round(float(sums[-1]))
+        figures, part = self._gather()
         loss, accuracy = (figures[:, :2] / figures[:, 2:].clamp_min(1)).T.tolist()
-        positions = round(float(figures[0, 2]))
-        self.steps += self._pending
-        self.positions += positions
-        self.tokens += tokens
-        self.seconds += elapsed
+        self._reported += part
+        self.clock += part.seconds
         self._clear()
+        speeds = part.summary()
         row: dict[str, Any] = {
             "step": step,
             "epoch": round(epoch, 4),
             "loss": sum(loss) / len(loss),
             "learning_rate": learning_rate,
-            "positions_per_second": positions / elapsed,
-            "tokens_per_second": tokens / elapsed,
+            "positions_per_second": speeds["positions_per_second"],
+            "tokens_per_second": speeds["tokens_per_second"],
         }
         row |= {f"loss_head_{i}": x for i, x in enumerate(loss)}
         row |= {f"accuracy_head_{i}": x for i, x in enumerate(accuracy)}
@@ -106,17 +131,18 @@ class Meter:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
             hits = " ".join(f"{x:.3f}" for x in accuracy)
-            speed = f"{positions / elapsed:.0f} positions/s, {tokens / elapsed:.0f} tokens/s"
+            speed = "{positions_per_second:.0f} positions/s, {tokens_per_second:.0f} tokens/s".format(**speeds)
             self.bar.set_postfix_str(f"loss {row['loss']:.3f}, accuracy {hits}, {speed}")
 
-    def summary(self) -> dict[str, float]:
-        """Of this process's run: steps, positions (targets of head 0) and tokens read, and their speeds."""
-        seconds = max(self.seconds, 1e-9)
-        return {
-            "steps": self.steps,
-            "positions": self.positions,
-            "tokens": self.tokens,
-            "seconds": self.seconds,
-            "positions_per_second": self.positions / seconds,
-            "tokens_per_second": self.tokens / seconds,
-        }
+    def _gather(self) -> tuple[Tensor, Totals]:
+        """Figures (K, 3) and totals of the steps since the last report, over all processes."""
+        assert self._figures is not None
+        sums = torch.cat([self._figures.flatten(), self._figures.new_tensor([self._tokens])])
+        sums = self.accelerator.reduce(sums.float(), "sum").cpu()
+        figures, tokens = sums[:-1].reshape(-1, 3), round(float(sums[-1]))
+        seconds = time.perf_counter() - self.clock
+        return figures, Totals(self._pending, round(float(figures[0, 2])), tokens, seconds)
+
+    def totals(self) -> Totals:
+        """Of the whole run so far, its earlier sessions included. All processes ask together."""
+        return self._reported + self._gather()[1] if self._pending else self._reported

@@ -33,7 +33,7 @@ from train.families import make_trainer
 from train.finish import check_output, finish
 from train.losses import head_weights
 from train.optimizers import make_optimizers
-from train.progress import Meter, peak_memory
+from train.progress import Meter, Totals, peak_memory
 from train.sources import open_source
 from train.states import LiveStates
 
@@ -92,11 +92,11 @@ def train(config: TrainingConfig) -> Path:
     schedulers = [torch.optim.lr_scheduler.LambdaLR(optimizer, factor) for optimizer in optimizers]
     model, *optimizers = accelerator.prepare(trainer, *optimizers)
     accelerator.register_for_checkpointing(*schedulers)
-    step = 0
+    step, before = 0, Totals()
     data = data_digest(((ids[r], size) for r, size in zip(train_rows, sizes, strict=True)), heads.draft_ids)
     checkpoint = latest_checkpoint(config.run_directory) if config.resume else None
     if checkpoint is not None:
-        step = load_checkpoint(accelerator, checkpoint, config, data)
+        step, before = load_checkpoint(accelerator, checkpoint, config, data)
         say(f"resumed from {checkpoint} at step {step} of {total}")
 
     weights = torch.tensor(head_weights(trainer.depth, config.loss.head_decay))
@@ -105,7 +105,7 @@ def train(config: TrainingConfig) -> Path:
     plan: list[list[int]] = []
     planned_epoch = -1
     interrupt = Interrupt()
-    with Meter(accelerator, config, total, step) as meter, interrupt:
+    with Meter(accelerator, config, total, step, before) as meter, interrupt:
         while step < total:
             epoch, place = divmod(step, steps_per_epoch)
             if epoch != planned_epoch:
@@ -135,16 +135,17 @@ def train(config: TrainingConfig) -> Path:
             stop = interrupt.agreed(accelerator)
             # At the end too: an evaluation that failed is begun again without training anew.
             if stop or step % config.checkpoint_every == 0 or step == total:
-                save_checkpoint(accelerator, config, step, data)
+                save_checkpoint(accelerator, config, step, data, meter.totals())
             if stop:
                 say(f"stopped at step {step} of {total}; the same command goes on from there")
                 raise SystemExit(130)
-    run = meter.summary()
-    if isinstance(source, LiveStates):
-        run["base_tokens_per_second"] = accelerator.num_processes * source.tokens / max(source.seconds, 1e-9)
-        run["share_of_base_speed"] = source.seconds / max(run["seconds"], 1e-9)
+    run = meter.totals().summary()
+    session = meter.totals() - before
+    if isinstance(source, LiveStates) and session.steps:
+        run["base_tokens_per_second"] = accelerator.num_processes * source.tokens / source.seconds
+        run["share_of_base_speed"] = source.seconds / session.seconds
         say(
-            f"read {run['tokens_per_second']:.0f} tokens/s; the base's forward alone, on the same batches, "
+            f"read {session.tokens / session.seconds:.0f} tokens/s; the base's forward alone, on the same batches, "
             f"{run['base_tokens_per_second']:.0f} ({run['share_of_base_speed']:.0%})"
         )
     say(peak_memory(accelerator.device))

@@ -74,6 +74,9 @@ def test_ten_steps_equal_five_and_five_bit_for_bit(place, tmp_path, changes):
     assert [c.name for c in calls] == ["checkpoint-0000005"] and not output.exists()
     torch.manual_seed(999)
     assert_same_weights(whole, run(place, output, max_steps=10, **settings))
+    done, same = (json.loads((d / "metrics.json").read_text())["training"] for d in (whole, output))
+    assert done["steps"] == 10 and all(done[k] == same[k] for k in ("steps", "positions", "tokens"))
+    assert same["positions_per_second"] == pytest.approx(same["positions"] / same["seconds"])
     assert [row["step"] for row in logged(output)] == [2, 4, 6, 8, 10]
 
 
@@ -87,6 +90,21 @@ def test_an_evaluation_that_failed_is_made_again_without_training(place, tmp_pat
     assert not (tmp_path / "heads").exists()
     monkeypatch.setattr(script, "plan_epoch", lambda *arguments: pytest.fail("a step was planned"))
     assert_same_weights(whole, run(place, tmp_path / "heads", **settings))
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_run_resumed_at_its_end_tells_what_the_whole_run_did(place, tmp_path, known):
+    settings = {"max_steps": 4, "features": {"directory": None}}
+    first = json.loads((run(place, tmp_path / "heads", **settings) / "metrics.json").read_text())["training"]
+    record = checkpoints(tmp_path / "heads.run")[-1] / "run.json"
+    made = json.loads(record.read_text())
+    if not known:  # as an older version wrote it
+        del made["totals"]
+    record.write_text(json.dumps(made))
+    again = json.loads((run(place, tmp_path / "heads", **settings) / "metrics.json").read_text())["training"]
+    figures = ("steps", "positions", "tokens", "seconds", "positions_per_second", "tokens_per_second")
+    assert [again[name] for name in figures] == ([first[name] for name in figures] if known else [4, *[0] * 5])
+    assert first["share_of_base_speed"] > 0 and "share_of_base_speed" not in again
 
 
 @pytest.mark.parametrize("family", ["medusa", "draft_model"])
