@@ -7,7 +7,6 @@ decoder renders it and the answer's own tokens follow, so nothing depends on off
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,15 +15,12 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from medusa_heads.errors import UserError
-from train.shards import read_rows
+from jinja2 import TemplateError
+
+from train.shards import DataError, read_lines, read_rows
 
 if TYPE_CHECKING:
     from medusa_heads.base import Base
-
-
-class DataError(UserError):
-    """A row cannot be turned into tokens and a mask; the message names the row."""
 
 
 @dataclass(frozen=True)
@@ -62,25 +58,18 @@ def load_chat_rows(paths: Sequence[str | Path]) -> Iterator[dict[str, Any]]:
         paths: directories of `shard-*.jsonl` as `train.distill` writes them, or JSON-lines files.
 
     Raises:
-        DataError: a path that holds no rows or does not exist.
+        DataError: a path that holds no rows or does not exist, or a line that is none.
     """
     for name in paths:
         path = Path(name)
         empty = True
-        for row in read_rows(path) if path.is_dir() else _read_file(path):
+        if not path.exists():
+            raise DataError(f"{path} is neither a directory of shards nor a file")
+        for row in read_rows(path) if path.is_dir() else read_lines(path, whole=True):
             empty = False
             yield row
         if empty:
             raise DataError(f"{path} holds no chat rows")
-
-
-def _read_file(path: Path) -> Iterator[dict[str, Any]]:
-    if not path.is_file():
-        raise DataError(f"{path} is neither a directory of shards nor a file")
-    with path.open(encoding="utf-8") as lines:
-        for line in lines:
-            if line.strip():
-                yield json.loads(line)
 
 
 def end_of_turn_id(base: Base) -> int | None:
@@ -119,12 +108,11 @@ def encode_row(base: Base, row: Mapping[str, Any], end_of_turn: int | None) -> l
     `finished: false` says that the last answer was cut: no end of turn is supervised there.
 
     Raises:
-        DataError: a row without messages or without an answer, or an answer that its tokens do not reproduce.
+        DataError: a row without messages or without an answer, a message without role or content, messages that the
+            template refuses, or an answer that its tokens do not reproduce.
     """
     row_id = str(row.get("id", "?"))
-    messages = row.get("messages")
-    if not messages:
-        raise DataError(f"row {row_id!r} has no messages")
+    messages = _messages(row, row_id)
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not answers:
         raise DataError(f"row {row_id!r} has no assistant message")
@@ -132,7 +120,10 @@ def encode_row(base: Base, row: Mapping[str, Any], end_of_turn: int | None) -> l
     ids: list[int] = []
     mask: list[bool] = []
     for i in answers:
-        prompt = base.render_chat(messages[:i], add_generation_prompt=True)
+        try:
+            prompt = base.render_chat(messages[:i], add_generation_prompt=True)
+        except TemplateError as error:
+            raise DataError(f"row {row_id!r}: the chat template refuses its messages: {error}") from None
         answer = encode_answer(base.tokenizer, messages[i]["content"], row_id)
         cut = i == answers[-1] and row.get("finished") is False
         if not cut and end_of_turn is not None:
@@ -144,6 +135,17 @@ def encode_row(base: Base, row: Mapping[str, Any], end_of_turn: int | None) -> l
         ids = prompt + answer
     done.append(Example(row_id, tuple(ids), tuple(mask), row.get("temperature")))
     return done
+
+
+def _messages(row: Mapping[str, Any], row_id: str) -> list[dict[str, str]]:
+    messages = row.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise DataError(f"row {row_id!r} has no messages")
+    for number, message in enumerate(messages, 1):
+        for key in ("role", "content"):
+            if not isinstance(message, dict) or not isinstance(message.get(key), str):
+                raise DataError(f"row {row_id!r}: message {number} has no {key}, or one that is not text")
+    return messages
 
 
 def truncate(example: Example, max_length: int) -> Example | None:

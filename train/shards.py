@@ -18,6 +18,10 @@ from filelock import FileLock, Timeout
 from medusa_heads.errors import UserError
 
 
+class DataError(UserError):
+    """Rows that cannot be read or used; the message names the file and line, or the row."""
+
+
 def shard_paths(directory: Path) -> list[Path]:
     """The store's shards in order."""
     return sorted(directory.glob("shard-*.jsonl"))
@@ -29,16 +33,31 @@ def read_rows(directory: Path) -> Iterator[dict[str, Any]]:
         yield from read_lines(path)
 
 
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of one file of JSON lines; a last line without its end is not there yet."""
-    with path.open(encoding="utf-8") as lines:
+def read_lines(path: Path, whole: bool = False) -> Iterator[dict[str, Any]]:
+    """The rows of one file of JSON lines.
+
+    Args:
+        whole: the file is not being written: a last line without its end is a row too, else it is not there yet.
+
+    Raises:
+        DataError: a line that holds no row; the message names the file and the line.
+    """
+    with path.open("rb") as lines:  # a line may be torn within a character
         for number, line in enumerate(lines, 1):
-            if not line.endswith("\n"):
+            if not (line.endswith(b"\n") or whole):
                 return
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError as error:
-                raise UserError(f"{path}:{number} is damaged: not JSON ({error})") from None
+            if line.strip():
+                yield _parse(line, f"{path}:{number}")
+
+
+def _parse(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{where} is damaged: not JSON ({error})") from None
+    if not isinstance(row, dict):
+        raise DataError(f"{where} is not a row: {row!r:.60} is no object")
+    return row
 
 
 def write_beside(path: Path, text: str) -> None:

@@ -108,6 +108,29 @@ def test_rows_without_an_answer_are_named(row):
         encode_row(chat_base("chatml"), row, 2)
 
 
+@pytest.mark.parametrize(
+    ("message", "key"),
+    [
+        ({"role": "user"}, "content"),
+        ({"content": "a"}, "role"),
+        ({"role": "user", "content": None}, "content"),
+        ("a", "role"),
+    ],
+)
+def test_messages_without_role_or_content_are_named(message, key):
+    messages = [message, {"role": "assistant", "content": "b"}]
+    with pytest.raises(DataError, match=f"row 'x': message 1 has no {key}"):
+        encode_row(chat_base("chatml"), {"id": "x", "messages": messages}, 2)
+
+
+def test_messages_that_the_template_refuses_name_their_row():
+    base = chat_base("chatml")
+    base.tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
+    messages = [{"role": "system", "content": "s"}, {"role": "assistant", "content": "b"}]
+    with pytest.raises(DataError, match=r"row 'x': the chat template refuses .*System role not supported"):
+        encode_row(base, {"id": "x", "messages": messages}, 2)
+
+
 def test_truncation_keeps_the_beginning_and_drops_what_has_no_answer_left():
     base = chat_base("chatml")
     messages = [{"role": "user", "content": "a" * 20}, {"role": "assistant", "content": "b" * 20}]
@@ -148,3 +171,26 @@ def test_rows_come_from_files_and_shard_directories(tmp_path):
     assert [r["id"] for r in load_chat_rows([tmp_path / "d", tmp_path / "f.jsonl"])] == ["1", "2"]
     with pytest.raises(DataError, match="nowhere"):
         list(load_chat_rows([tmp_path / "nowhere"]))
+
+
+@pytest.mark.parametrize("name", ["f.jsonl", "d/shard-00000.jsonl"])
+@pytest.mark.parametrize("bad", ['{"id": "2", "mess', "[1]", "3"])
+def test_a_line_that_is_no_row_is_named(tmp_path, name, bad):
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text('{"id": "1"}\n' + bad + "\n")
+    with pytest.raises(DataError, match=rf"{path.name}:2 is "):
+        list(load_chat_rows([path if name == "f.jsonl" else path.parent]))
+
+
+def test_a_file_ends_without_an_end_of_line_but_not_within_a_row(tmp_path):
+    path = tmp_path / "f.jsonl"
+    path.write_text('{"id": "1"}\n\n{"id": "2"}')
+    assert [row["id"] for row in load_chat_rows([path])] == ["1", "2"]
+    for torn in ('{"id": "2', '{"id": "é'):
+        path.write_bytes(('{"id": "1"}\n' + torn).encode()[:-1])
+        with pytest.raises(DataError, match=r"f\.jsonl:2 is damaged: not JSON"):
+            list(load_chat_rows([path]))
+        (tmp_path / "d").mkdir(exist_ok=True)
+        (tmp_path / "d" / "shard-00000.jsonl").write_bytes(path.read_bytes())
+        assert [row["id"] for row in load_chat_rows([tmp_path / "d"])] == ["1"]
