@@ -145,9 +145,19 @@ def cost_of_rounds(seconds: Mapping[int, float], depths: Mapping[int, int], draf
         seconds: by number of nodes, of a round with one tree of that size.
         depths: that tree's depth.
         draft: seconds of drafting by depth; only its differences weigh, for trees of other depths.
+
+    Raises:
+        ConfigError: a round took no longer than drafting alone, which only a disturbed measurement says.
     """
     drafting = {0: 0.0, **draft}
-    return RoundCost({size: value - drafting[depths[size]] for size, value in seconds.items()}, draft)
+    left = {size: value - drafting[depths[size]] for size, value in seconds.items()}
+    for size, value in left.items():
+        if value <= 0.0:
+            raise ConfigError(
+                f"a round of {size} nodes was measured as no longer than drafting them alone: "
+                "the machine was busy with other work, tune again when it is not"
+            )
+    return RoundCost(left, draft)
 
 
 def best_option(options: Sequence[Option]) -> Option:

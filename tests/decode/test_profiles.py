@@ -112,7 +112,7 @@ def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_tune_chooses_stores_and_generate_picks_it_up(pair: list[str], tmp_path: Path) -> None:
-    short = ["--context", "8", "--max-nodes", "5", "--repeats", "2"]
+    short = ["--context", "8", "--max-nodes", "5", "--repeats", "9"]
     result = CliRunner().invoke(app, ["tune", *pair, *short, "--json"])
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout.splitlines()[-1])

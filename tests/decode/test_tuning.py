@@ -15,6 +15,7 @@ from decode.tuning import (
     Option,
     RoundCost,
     best_option,
+    cost_of_rounds,
     interpolate,
     options_from_accuracy,
     options_from_paths,
@@ -140,6 +141,11 @@ def test_the_measured_tree_has_the_size_asked_for(size: int) -> None:
 def test_spread_is_the_quartiles() -> None:
     assert spread([1.0, 2.0, 3.0, 4.0, 5.0]) == (2.0, 3.0, 4.0)
     assert spread([7.0]) == (7.0, 7.0, 7.0)
+
+
+def test_a_disturbed_measurement_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"a round of 4 nodes .* busy"):
+        cost_of_rounds({1: 1.0, 4: 0.5}, {1: 0, 4: 2}, {1: 0.3, 2: 0.6})
 
 
 def test_a_search_stops_where_nothing_is_to_be_gained() -> None:
