@@ -149,12 +149,16 @@ def markdown(result: Mapping[str, Any]) -> str:
         parts += [*_method_table(methods, result["comparisons"][temperature]), ""]
         parts += [*_category_table(methods, result["comparisons"][temperature]), ""]
     for name, found in result.get("identity", {}).items():
-        parts += [
+        said = (
             f"Greedy text of {name} is the base's own choice at every token on {found['base_argmax_everywhere']} of "
-            f"{found['prompts']} prompts, and equals this engine's plain text on {found['same_as_plain']} of the "
-            f"{found['compared_with_plain']} that were decoded plainly too.",
-            "",
-        ]
+            f"{found['prompts']} prompts"
+        )
+        if found["compared_with_plain"]:
+            said += (
+                f", and equals this engine's plain text on {found['same_as_plain']} of the "
+                f"{found['compared_with_plain']} that were decoded plainly too"
+            )
+        parts += [f"{said}.", ""]
     return "\n".join(parts)
 
 

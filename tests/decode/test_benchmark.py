@@ -229,6 +229,7 @@ def test_the_command_checks_identity(tiny_pair: dict[str, Path], tmp_path: Path)
     assert (identity["base_argmax_everywhere"], identity["compared_with_plain"]) == (3, 0)
     head, line = (alone / "result.md").read_text().splitlines()[2:4]
     assert head.count("|") == line.count("|") == 6
+    assert "3 of 3 prompts." in (alone / "result.md").read_text()
     with pytest.raises(SystemExit):
         main(command(tiny_pair, alone, "--check-identity", "--methods", "plain"))
 
