@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
-from train.shards import DataError, read_lines, read_rows
+from train.shards import DataError, read_lines, shard_paths
 
 if TYPE_CHECKING:
     from medusa_heads.base import Base
@@ -51,6 +51,13 @@ class DataReport:
     """Examples with nothing left to supervise after truncation."""
 
 
+def row_files(path: Path) -> list[Path]:
+    """The file, or the shards of a directory in order. Raises DataError where there is neither."""
+    if not (path.is_dir() or path.is_file()):
+        raise DataError(f"{path} is neither a directory of shards nor a file")
+    return shard_paths(path) if path.is_dir() else [path]
+
+
 def load_chat_rows(paths: Sequence[str | Path]) -> Iterator[dict[str, Any]]:
     """Rows of chat data, in order.
 
@@ -63,11 +70,10 @@ def load_chat_rows(paths: Sequence[str | Path]) -> Iterator[dict[str, Any]]:
     for name in paths:
         path = Path(name)
         empty = True
-        if not path.exists():
-            raise DataError(f"{path} is neither a directory of shards nor a file")
-        for row in read_rows(path) if path.is_dir() else read_lines(path, whole=True):
-            empty = False
-            yield row
+        for file in row_files(path):
+            for row in read_lines(file, whole=path.is_file()):
+                empty = False
+                yield row
         if empty:
             raise DataError(f"{path} holds no chat rows")
 

@@ -5,7 +5,8 @@
 Shard k holds the states of a fixed run of examples (`rows_per_shard` of them, in data order) and carries a digest of
 their tokens and of everything else the states depend on. A shard whose digest still holds is kept, so a killed run
 goes on where it was, and data that have grown cost only the shards that are new. A shard is written beside its place
-and renamed when whole. `train.states` reads them.
+and renamed when whole; which shards there should be, and of which data, is written first (`train.manifest`).
+`train.states` reads them, and nothing of a cache that is not whole.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch import Tensor
 from medusa_heads.errors import UserError
 from train.batches import pack_by_length, span_positions
 from train.data import Example
+from train.manifest import DataRecord, Manifest
 
 if TYPE_CHECKING:
     from medusa_heads.base import Base
@@ -105,11 +107,12 @@ def _digest(examples: Sequence[Example], settings: FeatureSettings, fingerprint:
     return digest.hexdigest()
 
 
-def _shard_path(directory: Path, index: int) -> Path:
+def shard_path(directory: Path, index: int) -> Path:
     return directory / f"features-{index:05d}.safetensors"
 
 
-def _stored_digest(path: Path) -> str | None:
+def stored_digest(path: Path) -> str | None:
+    """The digest that a shard carries; None without the shard."""
     if not path.exists():
         return None
     with safe_open(path, framework="pt") as file:
@@ -134,12 +137,14 @@ def write_features(
     batch_tokens: int = 4096,
     rank: int = 0,
     world: int = 1,
+    data: DataRecord | None = None,
     on_shard: Callable[[int, int, int], None] | None = None,
 ) -> FeatureReport:
     """Runs the base over `examples` and writes their states, shard by shard.
 
     Args:
         rank, world: of several processes, this one writes the shards k with k % world == rank.
+        data: the rows that the examples came from.
         on_shard: called after each shard with (its index, tokens read, shards in all).
     """
     directory.mkdir(parents=True, exist_ok=True)
@@ -148,11 +153,13 @@ def write_features(
     runs = [examples[i : i + size] for i in range(0, len(examples), size)]
     reused = tokens = 0
     start = time.perf_counter()
-    for index, run in enumerate(runs):
+    digests = [_digest(run, settings, fingerprint) for run in runs]
+    Manifest(tuple(digests), data).write(directory, rank)
+    for index, (run, digest) in enumerate(zip(runs, digests, strict=True)):
         if index % world != rank:
             continue
-        path, digest = _shard_path(directory, index), _digest(run, settings, fingerprint)
-        if _stored_digest(path) == digest:
+        path = shard_path(directory, index)
+        if stored_digest(path) == digest:
             reused += 1
             continue
         found, read = base_states(base, run, settings.layers, batch_tokens)
@@ -195,6 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from medusa_heads.base import Base
     from train.config import load_config
     from train.data import encode_rows, load_chat_rows
+    from train.manifest import record_data
     from train.states import FeatureStore, check_features
 
     parser = argparse.ArgumentParser(description="Cache the base's hidden states for a training config.")
@@ -208,6 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         directory = Path(config.features.directory)
         rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         base = Base.load(config.base, dtype=config.base_dtype, revision=config.base_revision)
+        data = record_data(config.data.paths, config.data.max_length or base.max_positions)
         examples, report = encode_rows(base, load_chat_rows(config.data.paths), config.data.max_length)
         print(
             f"{report.rows:,} rows → {report.examples:,} sequences, {report.tokens:,} tokens, "
@@ -239,6 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 batch_tokens=config.features.batch_tokens,
                 rank=rank,
                 world=world,
+                data=data,
                 on_shard=show,
             )
         print(f"{done.shards} shards, {done.reused} kept; {done.tokens:,} padded tokens in {done.seconds:.0f} s")

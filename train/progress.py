@@ -64,19 +64,16 @@ class Meter:
 
     Args:
         total, done: steps of the run and those behind it.
-        before: totals of the sessions behind it, as `totals` gave them to a checkpoint; None: of none.
+        before: totals of the sessions behind it, as `totals` gave them to a checkpoint.
     """
 
-    def __init__(
-        self, accelerator: Accelerator, config: TrainingConfig, total: int, done: int, before: Totals | None = None
-    ):
+    def __init__(self, accelerator: Accelerator, config: TrainingConfig, total: int, done: int, before: Totals):
         self.accelerator = accelerator
         self.config = config
         self.total = total
         self.done = done
         self.path: Path = config.run_directory / "metrics.jsonl"
-        self.before = before or Totals()
-        self._reported = self.before
+        self._reported = before
         self._clear()
 
     def __enter__(self) -> Meter:

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from train.batches import PackedBatch, SequenceBatch, count_targets, span_positions
 from train.data import Example
-from train.features import FeaturesError, base_states
+from train.features import FeaturesError, base_states, shard_path, stored_digest
+from train.manifest import DataRecord, Manifest, read_manifest
 
 if TYPE_CHECKING:
     from medusa_heads.base import Base
@@ -85,7 +86,8 @@ class FeatureStore(StateSource):
     """Cached states of many examples, mapped into memory.
 
     Raises:
-        FeaturesError: no shards, or shards of different bases or settings side by side.
+        FeaturesError: no shards, shards missing, or shards of different bases, settings or data side by side. Caches of
+            older versions, which have no manifest, may lack shards at their end unnoticed.
     """
 
     def __init__(self, directory: str | Path):
@@ -93,12 +95,40 @@ class FeatureStore(StateSource):
         paths = sorted(self.directory.glob("features-*.safetensors"))
         if not paths:
             raise FeaturesError(f"{directory} holds no cached states: run `python -m train.features` first")
+        manifest = read_manifest(self.directory)
+        if manifest is not None:
+            self._check_whole(paths, manifest)
+        self.data = manifest.data if manifest is not None else None
+        """The rows that the cache was made of, where it says so."""
         self._states: list[dict[str, Tensor]] = []
         self._where: list[tuple[int, int]] = []
         self.fingerprint: dict[str, Any] = {}
         self.settings: dict[str, Any] = {}
         super().__init__([example for shard, path in enumerate(paths) for example in self._open(shard, path)])
         self._locate()
+
+    def _check_whole(self, paths: Sequence[Path], manifest: Manifest) -> None:
+        wanted = {shard_path(self.directory, i): digest for i, digest in enumerate(manifest.shards)}
+        missing = sorted(set(wanted) - set(paths))
+        foreign = [path for path in paths if stored_digest(path) != wanted.get(path)]
+        if missing or foreign:
+            raise FeaturesError(
+                f"{self.directory} is not whole: of {len(wanted)} shards {len(missing)} are missing and "
+                f"{len(foreign)} are of another cache; `python -m train.features` makes what it lacks"
+            )
+
+    def check_data(self, data: DataRecord) -> None:
+        """Raises FeaturesError where the cache says that it was made of other rows than `data`, or cut otherwise."""
+        if self.data is None or self.data.same_rows(data):
+            return
+        made_of, asked = (
+            f"{', '.join(d.paths)}, rows of at most {d.max_length} tokens, sha256 {d.sha256[:12]}"
+            for d in (self.data, data)
+        )
+        raise FeaturesError(
+            f"{self.directory} was made of other data ({made_of}) than are asked for ({asked}): run "
+            "`python -m train.features` for these"
+        )
 
     def _open(self, shard: int, path: Path) -> list[Example]:
         with safe_open(path, framework="pt") as file:

@@ -1,13 +1,20 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
 
+from medusa_heads import Base
 from tests.conftest import FAMILIES, tiny_base
+from tests.train.helpers import tiny_config, write_rows
+from tests.train.runs import make_place
+from train.config import TrainingConfig, build
 from train.data import Example
 from train.features import FeaturesError, FeatureSettings, estimate_bytes, write_features
+from train.sources import open_source
 from train.states import FeatureStore, LiveStates, check_features, choose_draft_ids
 
 
@@ -122,7 +129,7 @@ def test_the_estimate_is_the_size_of_the_tensors(tmp_path, positions):
     base, examples = tiny_base(), random_examples(40)
     settings = dataclasses.replace(SETTINGS, positions=positions, layers=(1,), rows_per_shard=40)
     write_features(base, examples, tmp_path, settings)
-    (file,) = tmp_path.iterdir()
+    (file,) = tmp_path.glob("*.safetensors")
     assert file.stat().st_size == pytest.approx(estimate_bytes(examples, settings, base.hidden_size), rel=0.1)
 
 
@@ -135,6 +142,70 @@ def test_another_base_is_refused_and_both_are_named(tmp_path):
 def test_a_missing_shard_is_noticed(tmp_path):
     with pytest.raises(FeaturesError, match="no cached states"):
         FeatureStore(tmp_path)
+    write_features(tiny_base(), random_examples(), tmp_path, SETTINGS)
+    (tmp_path / "features-00001.safetensors").unlink()
+    with pytest.raises(FeaturesError, match="of 3 shards 1 are missing and 0 are of another cache"):
+        FeatureStore(tmp_path)
+
+
+def killed(*shard):
+    raise KeyboardInterrupt
+
+
+def test_a_cache_whose_making_was_killed_is_refused_until_it_is_whole(tmp_path):
+    base, examples = tiny_base(), random_examples()
+    with pytest.raises(KeyboardInterrupt):
+        write_features(base, examples, tmp_path, SETTINGS, on_shard=killed)
+    with pytest.raises(FeaturesError, match="of 3 shards 2 are missing and 0 are of another cache"):
+        FeatureStore(tmp_path)
+    assert write_features(base, examples, tmp_path, SETTINGS).reused == 1
+    assert len(FeatureStore(tmp_path)) == 7
+
+
+@pytest.mark.parametrize("count", [7, 3])
+@pytest.mark.parametrize("old", [False, True])
+def test_a_cache_whose_remaking_was_killed_is_refused(tmp_path, count, old):
+    base = tiny_base()
+    write_features(base, random_examples(), tmp_path, SETTINGS)
+    if old:  # as an older version wrote it
+        (tmp_path / "features.json").unlink()
+        assert len(FeatureStore(tmp_path)) == 7
+    with pytest.raises(KeyboardInterrupt):
+        write_features(base, random_examples(count, seed=1), tmp_path, SETTINGS, on_shard=killed)
+    with pytest.raises(FeaturesError, match="0 are missing and 2 are of another cache"):
+        FeatureStore(tmp_path)
+    write_features(base, random_examples(count, seed=1), tmp_path, SETTINGS)
+    assert [e.input_ids for e in FeatureStore(tmp_path).examples] == [
+        e.input_ids for e in random_examples(count, seed=1)
+    ]
+
+
+def test_a_cache_of_other_data_than_the_config_names_is_refused(tmp_path, caplog):
+    place = make_place(tmp_path)
+    base = Base.load(str(place / "base"), dtype="float32")
+    rows, moved, other = (str(tmp_path / name) for name in ("rows.jsonl", "moved.jsonl", "other.jsonl"))
+    shutil.copy(rows, moved)
+    write_rows(Path(other), seed=1)
+
+    def opened(*paths, **data):
+        settings = {"features": {"directory": str(place / "states")}, "data": {"paths": list(paths), **data}}
+        return len(open_source(build(TrainingConfig, tiny_config(place, **settings)), base))
+
+    count = opened(rows)
+    assert count == opened(moved) == opened() == opened(rows, max_length=base.max_positions)
+    assert not caplog.records
+    assert opened(str(tmp_path / "gone.jsonl")) == count
+    assert "gone.jsonl is not there" in caplog.text
+    different = [((other,), {}), ((rows, other), {}), ((rows,), {"max_length": 20})]
+    for paths, data in different:
+        with pytest.raises(FeaturesError, match=r"made of other data .*rows\.jsonl.* than are asked for"):
+            opened(*paths, **data)
+    with Path(moved).open("a") as file:
+        file.write(Path(other).read_text())
+    with pytest.raises(FeaturesError, match="made of other data"):
+        opened(moved)
+    (place / "states" / "features.json").unlink()  # as an older version wrote it
+    assert [opened(*paths, **data) for paths, data in different] == [count] * 3
 
 
 def test_draft_ids_are_the_most_frequent_generated_tokens():
