@@ -267,7 +267,8 @@ class Base:
             key_positions: (B, S), the position of the token in each slot. Needed with a (B, T, S) mask where the
                 base has sliding-window layers.
             cache: a transformers `Cache`, filled in place.
-            layers: states to return beside the last; number i is the state entering layer i.
+            layers: states to return beside the last; number i is the state entering layer i, and the number of layers
+                stands for the last state itself.
             step: a pass of decoding, one of many alike: compiled, after `compile`. What it returns may be overwritten
                 by the next one.
         """
@@ -281,8 +282,8 @@ class Base:
             arguments["output_hidden_states"] = True
         decoder = self._compiled if step and self._compiled is not None else self._decoder
         out = decoder(input_ids=input_ids, attention_mask=mask, position_ids=position_ids, **arguments)
-        states = tuple(out.hidden_states[i] for i in layers) if layers else ()
-        return BaseOutput(out.last_hidden_state, states)
+        last = out.last_hidden_state
+        return BaseOutput(last, tuple(last if i == self.num_layers else out.hidden_states[i] for i in layers))
 
     def _layer_masks(self, visible: Tensor, positions: Tensor | None, key_positions: Tensor | None) -> Any:
         """The 4-D mask that the model's attention wants; for a mixture of layer kinds, one for each kind."""

@@ -10,10 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from medusa_heads.base import Base
+
+
+def state_name(base: Base, layer: int) -> str:
+    """Under which name sources keep the state entering a layer; the number of layers stands for the last state."""
+    return "last" if layer == base.num_layers else f"layer_{layer}"
 
 
 @dataclass

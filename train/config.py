@@ -74,8 +74,9 @@ class HeadsConfig:
     version: Literal[1, 3] = 1
     """EAGLE: 1 reads the last state, 3 the fused states of several layers."""
     layers: tuple[int, ...] | None = None
-    """EAGLE-3: the layers whose entering states are fused; null: a low, a middle and a high one, as published. Draft
-    model: the base's layers that it begins as copies of, one for each of its own; null: spread evenly."""
+    """EAGLE-3: the layers whose entering states are fused, the number of layers standing for the base's last state;
+    null: a low, a middle and a high one, as published. Draft model: the base's layers that it begins as copies of, one
+    for each of its own; null: spread evenly."""
     own_projection: bool = False
     """Train a vocabulary projection for each head instead of sharing the base's."""
     draft_vocab_size: int | None = None

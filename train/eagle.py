@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from medusa_heads.base import BaseOutput
-from train.batches import PackedBatch, SequenceBatch
+from train.batches import PackedBatch, SequenceBatch, state_name
 from train.losses import feature_loss
 from train.rounds import group_rows, join_own_keys, shared_attention
 from train.trainer import HeadsTrainer
@@ -73,7 +73,7 @@ class EagleTrainer(HeadsTrainer):
         super().__init__(heads, base, config, depth=config.loss.unroll)
         self.feature_weight = config.loss.feature_weight
         self.feature_noise = config.loss.feature_noise
-        self.names = [f"layer_{i}" for i in heads.layers] or ["last"]
+        self.names = [state_name(base, layer) for layer in heads.layers] or ["last"]
         if heads.config.own_projection:
             self.own_parameters = tuple(heads.lm_head.parameters())
 

@@ -101,11 +101,12 @@ def choose_tree(
     limits = DynamicTree(settings.depth or trainer.depth, settings.tree_width, settings.tree_nodes)
     budgets = sorted({8, 16, 32, limits.nodes})
     drafter = trainer.drafter(replace(limits, nodes=budgets[-1]))
-    by_nodes = {
-        name: {str(n): walk_rows(drafter, source, rows[: settings.walked_rows], n).acceptance_length for n in budgets}
-        for name, rows in groups.items()
-    }
-    lengths = {name: walked[str(limits.nodes)] for name, walked in by_nodes.items()}
+
+    def walked(rows: Sequence[int], nodes: int) -> float:
+        return walk_rows(drafter, trainer.base, source, rows[: settings.walked_rows], nodes).acceptance_length
+
+    by_nodes = {name: {str(n): walked(rows, n) for n in budgets} for name, rows in groups.items()}
+    lengths = {name: gained[str(limits.nodes)] for name, gained in by_nodes.items()}
     return ChosenTree({"dynamic": limits.to_dict()}, limits.nodes, lengths, by_nodes)
 
 
@@ -120,8 +121,9 @@ def _choose_limits(
     with trainer.saved_drafter() as drafter_of:
 
         def walk(reach: Reach) -> dict[str, float]:
+            kept, drafter = settings.walked_rows, drafter_of(reach)
             walks = {
-                name: walk_rows(drafter_of(reach), source, rows[: settings.walked_rows], reads_states=False)
+                name: walk_rows(drafter, trainer.base, source, rows[:kept], reads_states=False)
                 for name, rows in groups.items()
             }
             return {name: walked.acceptance_length for name, walked in walks.items()}

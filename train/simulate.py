@@ -17,9 +17,11 @@ from torch import Tensor
 from decode.drafters import DraftRow
 from decode.tree import Tree
 from medusa_heads.base import BaseOutput
+from train.batches import state_name
 
 if TYPE_CHECKING:
     from decode.drafters import Drafter
+    from medusa_heads.base import Base
     from train.states import StateSource
 
 
@@ -51,6 +53,7 @@ def accepted_path(tree: Tree, tokens: Sequence[int], truth: Sequence[int]) -> in
 @torch.no_grad()
 def walk_rows(
     drafter: Drafter,
+    base: Base,
     source: StateSource,
     rows: Sequence[int],
     nodes: int | None = None,
@@ -64,7 +67,7 @@ def walk_rows(
         reads_states: False for a drafter that goes by the tokens alone: it is shown none, and none are read.
     """
     walk = Walk()
-    names = ["last", *(f"layer_{i}" for i in drafter.layers)]
+    names = ["last", *(state_name(base, layer) for layer in drafter.layers)]
     for row in rows:
         if reads_states:
             states = [kind[0] for kind in source.row_states([row], names)]

@@ -234,6 +234,9 @@ def engine_state(state: State, base: Base | None, title: str) -> tuple[State, tu
     notes: tuple[str, ...] = ()
     state = llama_state(state)
     config, tensors = state.config, dict(state.tensors)
+    assert isinstance(config, EagleConfig)
+    if base is not None and base.num_layers in config.layers:
+        raise HeadsError(f"{title} fuses states that enter layers; this head also reads the base's last state")
     if not config.own_projection:
         tensors["lm_head.weight"], notes = projection_rows(base, tensors.get("draft_ids"), title)
     if "draft_ids" in tensors:

@@ -31,7 +31,8 @@ EAGLE3 = {
 }
 HYDRA = {"heads": {"family": "hydra", "num_heads": 3, "num_layers": 2}, "loss": {"teacher_weight": 0.5}}
 PREFIXED = {"heads": {"family": "hydra", "num_heads": 3, "prefix_attention": True, "own_projection": True}}
-FAMILIES = {"eagle1": EAGLE1, "eagle3": EAGLE3, "hydra": HYDRA, "hydra-prefix": PREFIXED}
+LAST = {"heads": {"family": "eagle", "version": 3, "layers": [1, 2]}, "loss": {"unroll": 3}}
+FAMILIES = {"eagle1": EAGLE1, "eagle3": EAGLE3, "eagle3-last": LAST, "hydra": HYDRA, "hydra-prefix": PREFIXED}
 """Those that read more than single states."""
 ALL = {"medusa": {}, **FAMILIES}
 
@@ -128,6 +129,7 @@ def test_a_cache_of_answers_is_refused_where_whole_rows_are_read(place, tmp_path
 OVERFIT = {
     "eagle1": {"heads": {"family": "eagle", "version": 1}, "loss": {"unroll": 3}},
     "eagle3": {"heads": {"family": "eagle", "version": 3, "layers": [0, 1]}, "loss": {"unroll": 3}},
+    "eagle3-last": {"heads": {"family": "eagle", "version": 3, "layers": [0, 2]}, "loss": {"unroll": 3}},
     "hydra": {"heads": {"family": "hydra", "num_heads": 3, "num_layers": 2}},
     "hydra-prefix": {"heads": {"family": "hydra", "num_heads": 3, "num_layers": 2, "prefix_attention": True}},
 }
@@ -204,6 +206,6 @@ def test_walking_a_text_counts_what_decoding_it_does(place, tmp_path):
     (tmp_path / "row.jsonl").write_text(json.dumps({**row, "messages": messages}) + "\n")
     examples, _ = encode_rows(base, load_chat_rows([tmp_path / "row.jsonl"]))
     assert list(examples[0].input_ids) == prompt + result.token_ids
-    walk = walk_rows(drafter, LiveStates(base, examples), [0])
+    walk = walk_rows(drafter, base, LiveStates(base, examples), [0])
     assert (walk.tokens, walk.forwards) == (40, result.stats.base_forwards)
     assert result.stats.base_forwards < 40

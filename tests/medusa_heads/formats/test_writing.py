@@ -199,6 +199,13 @@ def test_vllm_finds_what_it_reads(tmp_path: Path, base: Base) -> None:
     assert torch.equal(tensors["lm_head.weight"], base.projection_weight[ids])
 
 
+def test_a_head_that_reads_the_last_state_is_not_written_for_engines(tmp_path: Path, base: Base) -> None:
+    heads = EagleHeads.for_base(base, layers=(2, base.num_layers))
+    for target in ("vllm", "speculators"):
+        with pytest.raises(HeadsError, match="also reads the base's last state"):
+            write_foreign(heads, target, tmp_path / target, base)
+
+
 def test_the_first_projects_defaults_are_not_contradicted(tmp_path: Path, base: Base) -> None:
     """A number of a fused layer means two things to engines; without one all of them take the same default."""
     write_foreign(filled(MAKERS["eagle-3-rows"](base)), "eagle", tmp_path / "e", base)
