@@ -46,8 +46,14 @@ def read_run(directory: Path) -> dict[str, Any]:
     try:
         metrics = json.loads((directory / "metrics.json").read_text(encoding="utf-8"))
         settings = yaml.safe_load((directory / "training_config.yaml").read_text(encoding="utf-8"))
+        return figures(directory, metrics, settings)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{directory} is not a directory of trained heads: {error}") from None
+    except KeyError as error:
+        raise ConfigError(f"{directory} is not a directory of trained heads: its records lack {error}") from None
+
+
+def figures(directory: Path, metrics: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
     training = metrics["training"]
     family = settings["heads"]["family"]
     return {
@@ -91,10 +97,12 @@ def differing(runs: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def markdown(runs: Sequence[Mapping[str, Any]]) -> str:
     """One line a run: the settings in which the runs differ, then figures."""
+    from decode.paradigms_report import markdown_table, number
+
     changed = differing(runs)
     head = ["run", *changed, "parameters", "steps", "distinct positions", "top-1, greedy answers"]
     head += [f"{nodes} nodes" for nodes in NODES] + ["12 nodes, sampled answers", "positions/s"]
-    lines = [head, ["---"] * len(head)]
+    lines = []
     for run in runs:
         greedy, sampled = (run["evaluation"].get(kind, {}) for kind in ("greedy", "sampled"))
         lengths = greedy.get("acceptance_length_by_nodes", {})
@@ -111,21 +119,21 @@ def markdown(runs: Sequence[Mapping[str, Any]]) -> str:
                 f"{run['positions'] / run['seconds']:,.0f}" if run["seconds"] else "–",
             ]
         )
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+    return "\n".join(markdown_table(head, lines)) + "\n"
 
 
 def shown(value: Any) -> str:
     return "–" if value is None else str(value)
 
 
-def number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}"
-
-
 def draw(runs: Sequence[Mapping[str, Any]], path: Path) -> Path:
     """Acceptance length on greedy held-out answers against distinct positions. Needs matplotlib (extra `plot`)."""
-    import matplotlib
+    from medusa_heads.errors import UserError
 
+    try:
+        import matplotlib
+    except ImportError:
+        raise UserError("the curve needs matplotlib: pip install 'medusa-heads[plot]'") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -150,6 +158,15 @@ def draw(runs: Sequence[Mapping[str, Any]], path: Path) -> Path:
     return path
 
 
+def write(runs: Sequence[Mapping[str, Any]], directory: Path, curve: bool) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    result = {"differing": differing(runs), "runs": runs}
+    (directory / "result.json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    (directory / "result.md").write_text(markdown(runs), encoding="utf-8")
+    if curve:
+        draw(runs, directory / "result.png")
+
+
 def main(given: Sequence[str] | None = None) -> int:
     from medusa_heads.errors import UserError
 
@@ -160,19 +177,11 @@ def main(given: Sequence[str] | None = None) -> int:
     options = parser.parse_args(given)
     try:
         runs = [read_run(directory) for directory in options.runs]
+        write(runs, options.output, options.curve)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    options.output.mkdir(parents=True, exist_ok=True)
-    result = {"differing": differing(runs), "runs": runs}
-    (options.output / "result.json").write_text(
-        json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
-    )
-    table = markdown(runs)
-    (options.output / "result.md").write_text(table, encoding="utf-8")
-    if options.curve:
-        draw(runs, options.output / "result.png")
-    print(table)
+    print(markdown(runs))
     return 0
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 
@@ -60,3 +61,12 @@ def test_the_curve_is_drawn(runs, tmp_path):
 def test_a_directory_without_heads_is_named(runs, tmp_path, capsys):
     assert main([str(runs / "all.run"), "--output", str(tmp_path / "out")]) == 2
     assert "all.run is not a directory of trained heads" in capsys.readouterr().err
+
+
+def test_records_that_lack_something_are_named(runs, tmp_path, capsys):
+    shutil.copytree(runs / "all", tmp_path / "old")
+    metrics = json.loads((tmp_path / "old" / "metrics.json").read_text())
+    del metrics["training"]["distinct_positions"]
+    (tmp_path / "old" / "metrics.json").write_text(json.dumps(metrics))
+    assert main([str(tmp_path / "old"), "--output", str(tmp_path / "out")]) == 2
+    assert "its records lack 'distinct_positions'" in capsys.readouterr().err

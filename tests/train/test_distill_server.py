@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -71,7 +72,7 @@ def test_a_cut_answer_says_so(server: LoopbackServer) -> None:
 def test_what_may_pass_is_retried_with_growing_pauses(server: LoopbackServer, status: int) -> None:
     server.reply = lambda number, body: (status, {"error": {}}) if number < 5 else (200, completion())
     assert ask(server.url).text == "yes"
-    pauses = [after - before for before, after in zip(server.times, server.times[1:], strict=False)]
+    pauses = [after - before for before, after in pairwise(server.times)]
     assert len(pauses) == 4
     assert all(pause >= 0.75 * 0.005 * 2**i for i, pause in enumerate(pauses)), pauses
 
