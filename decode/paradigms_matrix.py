@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from decode.benchmark.drafting import trees_of, weights_digest
 from decode.benchmark.log import Log
 from decode.measure import CONTEXTS, SIZES, WARM_UP
 from decode.paradigms import PLAIN, Paradigm, Plan, costs_of, footprint, run
@@ -61,6 +62,22 @@ class CostPlan:
             contexts = CONTEXTS[:1]
             repeats = int(passes / len(sizes)) - WARM_UP
         return cls(sizes, contexts, max(LEAST_REPEATS, min(MOST_REPEATS, repeats)))
+
+
+def drafting_of(base: Base, paradigms: Sequence[Paradigm], heads: str | None) -> dict[str, Any]:
+    """What ties a run's directory to its ways of drafting: their names, weights and trees, and the device.
+
+    Args:
+        heads: what 'heads' in a way stands for; None: the embedded heads of the default base.
+    """
+    drafters = {p.label: p.drafter for p in paradigms if p.drafter is not None}
+    return {
+        "heads": heads,
+        "ways": [paradigm.label for paradigm in paradigms],
+        "weights": {way: weights_digest(way, heads) for way in drafters},
+        "trees": {way: trees_of(drafter) for way, drafter in drafters.items()},
+        "device": str(base.device),
+    }
 
 
 def matrix(

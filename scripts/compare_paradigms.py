@@ -57,14 +57,13 @@ def part(prompts: Sequence[Prompt], limit: int | None) -> frozenset[str] | None:
 def main(given: Sequence[str] | None = None) -> int:
     import torch
 
-    from decode.benchmark.drafting import trees_of, weights_digest
     from decode.benchmark.methods import untouched_base
     from decode.benchmark.prompts import file_hash, per_category, read_prompts, shuffled, stratified
     from decode.cli.common import notices_on_stderr, quiet_transformers
     from decode.drafters.specs import parse_all
     from decode.measure import CONTEXTS, SIZES
     from decode.paradigms import Plan, default_specs, generate_paradigms, load_paradigms
-    from decode.paradigms_matrix import CostPlan, matrix
+    from decode.paradigms_matrix import CostPlan, drafting_of, matrix
     from decode.paradigms_report import text
     from medusa_heads.base import Base
     from medusa_heads.embedded import DEFAULT_EMBEDDED
@@ -100,12 +99,8 @@ def main(given: Sequence[str] | None = None) -> int:
             paradigms += generate_paradigms(untouched_base(options.base, options.dtype, options.device))
         config = {
             "base": options.base,
-            "heads": options.heads,
-            "ways": [paradigm.label for paradigm in paradigms],
-            "weights": {way: weights_digest(way, options.heads) for way in ways},
-            "trees": {p.label: trees_of(p.drafter) for p in paradigms if p.drafter is not None},
+            **drafting_of(base, paradigms, options.heads),
             "dtype": options.dtype,
-            "device": str(base.device),
             "threads": torch.get_num_threads(),
             "prompt_file": {"name": options.prompts.name, "sha256": file_hash(options.prompts)},
         }

@@ -185,10 +185,9 @@ def compare_ways(
     output: str | None,
 ) -> dict[str, Any]:
     """Every way of drafting on the same prompts; see `decode.paradigms`."""
-    from decode.benchmark.drafting import trees_of, weights_digest
     from decode.drafters.specs import parse_all
     from decode.paradigms import default_specs, load_paradigms
-    from decode.paradigms_matrix import matrix
+    from decode.paradigms_matrix import drafting_of, matrix
 
     for name in ways or ():
         parse_all(name)  # a name that is none is refused before the base is loaded
@@ -196,20 +195,11 @@ def compare_ways(
     named = common.choose(base, heads, without)[1]
     loaded = common.load_pair(base, heads, plain=without, dtype=dtype, device=device).base
     paradigms = load_paradigms(loaded, ways or default_specs(loaded, named is not None), named)
-    config = {
-        "base": loaded.name,
-        "heads": named,
-        "ways": [p.label for p in paradigms],
-        "weights": {p.label: weights_digest(p.label, named) for p in paradigms if p.drafter is not None},
-        "trees": {p.label: trees_of(p.drafter) for p in paradigms if p.drafter is not None},
-        "dtype": dtype.value,
-        "device": str(loaded.device),
-    }
     return matrix(
         loaded,
         paradigms,
         plan,
-        config=config,
+        config={"base": loaded.name, "dtype": dtype.value, **drafting_of(loaded, paradigms, named)},
         directory=None if output is None else Path(output),
         progress=lambda line: typer.echo(line, err=True),
     )
