@@ -40,9 +40,10 @@ class TreeLayer(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self, owner: TreeCache):
+    def __init__(self, owner: TreeCache, number: int):
         super().__init__()
         self.owner = owner
+        self.number = number
         self.in_buffer = False
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -121,6 +122,17 @@ class _Buffer:
         # index_select copies before the slice is written, so overlapping source and target are safe.
         own[:, :, first:last] = own.index_select(2, source.to(self.data.device))
 
+    def views(self, start: int, end: int) -> dict[int, tuple[Tensor, Tensor, Tensor]]:
+        """For each layer of which both keys and values are here, by its number: slots `start` to `end` of both
+        (2, B, H, T, d), and its keys and values up to `end`."""
+        written, read = self.data[..., start:end, :], self.data[..., :end, :].unbind(0)
+        found = {}
+        for place in range(len(self.planes) - 1):
+            (layer, name), (other, _) = self.planes[place : place + 2]
+            if layer is other and name == "keys":
+                found[layer.number] = (written[place : place + 2], read[place], read[place + 1])
+        return found
+
     def fix(self) -> None:
         """Tells a compiler that the planes stay where they are from pass to pass, so that none is copied."""
         if not self.fixed:
@@ -144,7 +156,8 @@ class TreeCache(Cache):
         self.held = 0
         self.place: Place | None = None
         self._buffers: list[_Buffer] = []
-        super().__init__(layers=[TreeLayer(self) for _ in range(num_layers)])
+        self._room: tuple[tuple[int, int], dict[int, tuple[Tensor, Tensor, Tensor]]] | None = None
+        super().__init__(layers=[TreeLayer(self, i) for i in range(num_layers)])
 
     @property
     def start(self) -> int:
@@ -165,6 +178,19 @@ class TreeCache(Cache):
         """Forgets what is held."""
         self.held = 0
 
+    def room(self, layer: int, length: int) -> tuple[Tensor, Tensor, Tensor] | None:
+        """What `TreeLayer.update` does, without its copy: for a pass over T = `length` tokens, where the layer's keys
+        and values are to be written (2, B, H, T, d), and the keys and values that it then reads (B, H, offset + T, d).
+        None where they do not lie together, or not yet."""
+        if self.place is not None:
+            return None
+        asked = (self.offset, length)
+        if self._room is None or self._room[0] != asked:
+            self.reserve(sum(asked))
+            views = [buffer.views(self.offset, sum(asked)) for buffer in self._buffers]
+            self._room = (asked, {number: view for found in views for number, view in found.items()})
+        return self._room[1].get(layer)
+
     def make_buffers(self) -> None:
         """Puts what layers have been given into buffers, where it is not yet."""
         shapes: dict[tuple[Any, ...], list[tuple[TreeLayer, str]]] = {}
@@ -178,12 +204,14 @@ class TreeCache(Cache):
         for planes in shapes.values():
             longest = max(getattr(*plane).shape[-2] for plane in planes)
             self._buffers.append(_Buffer(planes, max(self.capacity, longest)))
+            self._room = None
 
     def reserve(self, slots: int) -> None:
         """Has room for so many slots in every buffer."""
         for buffer in self._buffers:
             if slots > buffer.capacity:
                 buffer.grow(max(slots, 2 * buffer.capacity))
+                self._room = None
 
     @contextmanager
     def placed(self, slots: Tensor, window: int) -> Iterator[None]:
@@ -250,4 +278,5 @@ class TreeCache(Cache):
         index = torch.tensor(list(rows))
         for buffer in self._buffers:
             buffer.keep_rows(index)
+        self._room = None
         self.lengths = [self.lengths[row] for row in rows]

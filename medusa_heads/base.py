@@ -16,10 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from medusa_heads.attention import FOLDED, fold_mask
 from medusa_heads.chat import Message, render_chat
 from medusa_heads.errors import ConfigError, UnsupportedModelError
+from medusa_heads.fused import fuse_layers
 from medusa_heads.norms import fuse_norms
 from medusa_heads.prepack import can_prepack, is_plain, pack_linears, pack_siblings
 
@@ -85,8 +87,8 @@ class Base:
         return base
 
     def prepack(self) -> int:
-        """Packs the linear layers for the CPU, in place, and has norms computed in one call. Returns how many linear
-        layers; 0 where nothing can be packed."""
+        """Packs the linear layers for the CPU, in place, and has norms and decoder layers computed in few operations.
+        Returns how many linear layers; 0 where nothing can be packed."""
         _ = self.weights_hash, self.projection_weight
         if not can_prepack(self.device, self.dtype):
             return 0
@@ -94,8 +96,25 @@ class Base:
         count = pack_siblings(self._decoder, lambda: self.forward(probe))
         count += pack_linears(self.model, keep=self._projection)
         fuse_norms(self._decoder)
+        if self.config._attn_implementation == FOLDED:
+            fuse_layers(self._decoder, self._probe)
         self._projection = self.model.get_output_embeddings()
         return count
+
+    def _probe(self) -> None:
+        """A pass over five tokens, and one over a tree of three behind them."""
+        cache = DynamicCache()
+        positions = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 6]], device=self.device)
+        sees = torch.ones((1, 8, 8), dtype=torch.bool, device=self.device).tril()
+        sees[0, 7, 6] = False  # its sibling
+        for first, last in ((0, 5), (5, 8)):
+            self.forward(
+                torch.zeros((1, last - first), dtype=torch.long, device=self.device),
+                position_ids=positions[:, first:last],
+                attention_mask=sees[:, first:last, :last],
+                key_positions=positions[:, :last],
+                cache=cache,
+            )
 
     def compile(self, *, fixed_shapes: bool | None = None, backend: Any = "inductor") -> None:
         """Has passes over trees (`forward` with `step`) run through `torch.compile`, from the first one on.

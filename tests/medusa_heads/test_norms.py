@@ -34,7 +34,8 @@ def test_the_norms_of_these_families_are_replaced_and_nothing_changes(family: st
     count = len(norms(model))
     assert fuse_norms(fused) == count >= 5
     assert sum(type(module) is FusedRMSNorm for module in fused.modules()) == count
-    assert torch.equal(fused(IDS).logits, model(IDS).logits)
+    ours, theirs = fused(IDS).logits, model(IDS).logits
+    assert (ours - theirs).abs().max() <= (0 if dtype == torch.float32 else 2**-7) * theirs.abs().max()
     names = [name for name, _ in model.named_parameters()]
     assert [name for name, _ in fused.named_parameters()] == names, "parameters keep their names"
     assert fuse_norms(fused) == 0, "a second time finds nothing"
