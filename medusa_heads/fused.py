@@ -121,6 +121,7 @@ class FusedLayer(nn.Module):
     """
 
     block: Block
+    self_attn: nn.Module
 
     def forward(self, hidden_states: Tensor, **given: Any) -> Tensor:
         """As the layer's own: (B, T, h) → (B, T, h)."""
@@ -128,7 +129,7 @@ class FusedLayer(nn.Module):
             return super().forward(hidden_states, **given)
         block = self.block
         batch, length, _ = hidden_states.shape
-        q, k, v = _attended(self, block, hidden_states, given)
+        q, k, v = _attended(block, hidden_states, given)
         mask = given["attention_mask"]
         if mask is not None and mask.shape[1:3] == (1, block.heads // block.groups * length):
             folded = q.reshape(batch, block.groups, -1, block.size)
@@ -141,7 +142,7 @@ class FusedLayer(nn.Module):
         return middle + block.down(block.act(gate) * up)
 
 
-def _attended(layer: Any, block: Block, hidden_states: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+def _attended(block: Block, hidden_states: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
     """Queries (B, H, T, d), and the keys and values (B, G, S, d) that they see: the cache's, these tokens' among
     them."""
     batch, length, _ = hidden_states.shape
@@ -152,8 +153,9 @@ def _attended(layer: Any, block: Block, hidden_states: Tensor, given: dict[str, 
         heads = torch.cat((block.head_norms[0](q), block.head_norms[1](k), v), dim=2)
     cos, sin = block.tables.of(*given["position_embeddings"])
     turned = torch.addcmul(heads * cos, heads.roll(block.size // 2, -1), sin).transpose(1, 2)
-    store = given.get("past_key_values") if given.get("cache") is None else given["cache"]
-    if (room := store.room(block.index, length) if hasattr(store, "room") else None) is not None:
+    store: Any = given.get("past_key_values") if given.get("cache") is None else given["cache"]
+    room = None if not hasattr(store, "room") else store.room(block.index, length)
+    if room is not None:
         target, k, v = room
         target.copy_(turned[:, block.heads :].view(batch, 2, block.groups, length, block.size).transpose(0, 1))
         return turned[:, : block.heads], k, v
