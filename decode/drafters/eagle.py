@@ -26,6 +26,7 @@ from decode.dynamic import DynamicTree, TreeChoice
 from decode.tree import Tree
 from medusa_heads.base import BaseOutput
 from medusa_heads.eagle import EagleHeads
+from medusa_heads.norms import fuse_norms
 from medusa_heads.prepack import can_prepack, pack_linears, pack_siblings
 
 if TYPE_CHECKING:
@@ -54,6 +55,7 @@ class EagleDrafter(GrowingDrafter):
             probe = torch.zeros(1, 2, base.hidden_size, dtype=base.dtype)
             pack_siblings(self.heads, lambda: self.heads(probe, probe, torch.zeros(1, 2, dtype=torch.long)))
             pack_linears(self.heads, keep=None)
+            fuse_norms(self.heads)
         self.draft_ids = self.heads.draft_ids
         self.cpu_ids = None if self.draft_ids is None else self.draft_ids.to("cpu")
         self._project = self.heads.lm_head if heads.config.own_projection else draft_projection(base, self.draft_ids)

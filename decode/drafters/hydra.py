@@ -26,6 +26,7 @@ from decode.tree import Tree
 from medusa_heads.base import BaseOutput
 from medusa_heads.errors import ConfigError
 from medusa_heads.hydra import HydraHeads
+from medusa_heads.norms import fuse_norms
 from medusa_heads.prepack import can_prepack, pack_linears, pack_siblings
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class HydraDrafter(GrowingDrafter):
                 probe, places = torch.zeros(1, 2, base.hidden_size, dtype=base.dtype), torch.arange(2)[None]
                 pack_siblings(prefix, lambda: prefix(probe, places))
             pack_linears(self.heads, keep=None)
+            fuse_norms(self.heads)
         self.draft_ids = self.heads.draft_ids
         self.cpu_ids = None if self.draft_ids is None else self.draft_ids.to("cpu")
         self._project: Any = None if heads.config.own_projection else draft_projection(base, self.draft_ids)
