@@ -140,8 +140,10 @@ def per_row(
 
 
 class _Call:
-    """One call of the decoder: its rows, its cache, its drafting session."""
+    """One call of the decoder: its rows, its cache, its drafting session. All its tensors are of torch's inference mode,
+    in which an operation of a microsecond does not keep books for gradients."""
 
+    @torch.inference_mode()
     def __init__(
         self,
         decoder: Decoder,
@@ -209,6 +211,7 @@ class _Call:
                 f"the prompt has {len(prompt)} tokens; the base's context of {self.limit} leaves no room for an answer"
             )
 
+    @torch.inference_mode()
     def run(self) -> Iterator[tuple[Row, list[int], int]]:
         """Yields (row, tokens kept, of which drafted) for each row and round, until all rows have ended."""
         yield from self._prefill()

@@ -174,6 +174,7 @@ class Row:
             text = self.text.text
         elif self._tokenizer is not None:
             text = str(self._tokenizer.decode(self.new_ids, skip_special_tokens=True))
-        logits = torch.stack(self.logits) if self.logits else None
-        scores = torch.stack(self.scores) if self.scores else None
+        with torch.inference_mode(False):  # so that the caller may change them in place
+            logits = torch.stack(self.logits) if self.logits else None
+            scores = torch.stack(self.scores) if self.scores else None
         return GenerationResult(self.new_ids, text, self.finish_reason, self.stats, logits, scores)

@@ -29,6 +29,7 @@ def test_a_draft_model_that_is_the_base_is_always_right() -> None:
 
 
 @pytest.mark.parametrize("reach", [CHAIN, BUSHY], ids=["chain", "tree"])
+@torch.inference_mode()  # as the engine is, whose session this goes on with
 def test_the_cache_equals_one_rebuilt_from_the_text(reach: Reach) -> None:
     """After rounds that keep some of a draft, the draft model's keys are those of the text alone."""
     base = tiny_base()
