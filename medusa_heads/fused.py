@@ -294,6 +294,9 @@ def _has_parts(module: Any) -> bool:
         and all(tuple(weight.shape) == (size,) for norm in norms for weight in norm.parameters())
         and _packed_together([attention.q_proj, attention.k_proj, attention.v_proj])
         and _packed_together([mlp.gate_proj, mlp.up_proj])
+        and attention.k_proj.out_features == attention.v_proj.out_features
+        and all(p.out_features % size == 0 for p in (attention.q_proj, attention.k_proj))
+        and mlp.gate_proj.out_features == mlp.up_proj.out_features
     )
 
 
