@@ -106,7 +106,8 @@ def read_choice(directory: Path, deepest: int | None = None) -> TreeChoice:
 
 def tuned_choice(directory: Path, base: Base, deepest: int | None = None) -> TreeChoice:
     """The choice of heads (see `read_choice`) with what was tuned on this machine in its place: limits for the
-    likeliest children, a topology for drawn ones (`medusa-decode tune`, and the same with `--sampled`)."""
+    likeliest children, a topology for drawn ones (`medusa-decode tune`, and the same with `--sampled`). Where limits
+    were tuned, drawn trees have as few nodes: what a node costs here does not depend on how it was chosen."""
     from decode.profiles import read_profile
 
     choice = read_choice(directory, deepest)
@@ -114,7 +115,9 @@ def tuned_choice(directory: Path, base: Base, deepest: int | None = None) -> Tre
     tuned = read_profile(directory, base) if (directory / WEIGHTS).is_file() else None
     if tuned is None:
         return choice
-    return TreeChoice(choice.likeliest, tuned) if isinstance(tuned, Tree) else TreeChoice(tuned, choice.drawn)
+    if isinstance(tuned, Tree):
+        return TreeChoice(choice.likeliest, tuned)
+    return TreeChoice(tuned, choice.drawn.pruned(tuned.nodes))
 
 
 def load_choice(

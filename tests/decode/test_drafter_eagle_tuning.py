@@ -172,5 +172,6 @@ def test_tune_keeps_what_decoding_then_uses(tmp_path: Path, monkeypatch: pytest.
         assert stored == choice.drawn == Tree.from_dict(report["tree"]) and choice.drawn.size <= 6
     else:
         assert stored == choice.likeliest == DynamicTree.from_dict(report["dynamic"])
+        assert choice.drawn.size <= stored.nodes, "a node costs as much when it is drawn"
     refused = CliRunner().invoke(app, [*arguments, "--context", "64"])
     assert refused.exit_code != 0 and "static trees" in refused.output
