@@ -140,8 +140,8 @@ def per_row(
 
 
 class _Call:
-    """One call of the decoder: its rows, its cache, its drafting session. All its tensors are of torch's inference mode,
-    in which an operation of a microsecond does not keep books for gradients."""
+    """One call of the decoder: its rows, its cache, its drafting session. All its tensors are of torch's inference
+    mode, in which no operation keeps books for gradients."""
 
     @torch.inference_mode()
     def __init__(
