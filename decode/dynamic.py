@@ -107,17 +107,18 @@ def read_choice(directory: Path, deepest: int | None = None) -> TreeChoice:
 def tuned_choice(directory: Path, base: Base, deepest: int | None = None) -> TreeChoice:
     """The choice of heads (see `read_choice`) with what was tuned on this machine in its place: limits for the
     likeliest children, a topology for drawn ones (`medusa-decode tune`, and the same with `--sampled`). Where limits
-    were tuned, drawn trees have as few nodes: what a node costs here does not depend on how it was chosen."""
+    alone were tuned, drawn trees have as few nodes: what a node costs here does not depend on how it was chosen."""
     from decode.profiles import read_profile
 
     choice = read_choice(directory, deepest)
-    # Profiles go by this project's own files; a foreign checkpoint has none.
-    tuned = read_profile(directory, base) if (directory / WEIGHTS).is_file() else None
-    if tuned is None:
+    if not (directory / WEIGHTS).is_file():  # profiles go by this project's own files; a foreign checkpoint has none
         return choice
-    if isinstance(tuned, Tree):
-        return TreeChoice(choice.likeliest, tuned)
-    return TreeChoice(tuned, choice.drawn.pruned(tuned.nodes))
+    limits, drawn = (read_profile(directory, base, drawn=drawn) for drawn in (False, True))
+    if isinstance(limits, Tree):  # where versions before this one kept drawn trees
+        limits, drawn = None, limits if drawn is None else drawn
+    if not isinstance(drawn, Tree):
+        drawn = choice.drawn if limits is None else choice.drawn.pruned(limits.nodes)
+    return TreeChoice(choice.likeliest if limits is None else limits, drawn)
 
 
 def load_choice(

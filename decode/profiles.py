@@ -2,7 +2,7 @@
 
 `medusa-decode tune` writes a profile; loading heads without a tree of one's own takes the profile's, else the tree that
 training chose. A profile holds one choice: `"tree"`, a static tree, or `"dynamic"`, the limits within which a drafter
-grows a tree of its own each round.
+grows a tree of its own each round. What such a drafter draws from has a profile of its own beside it (`drawn`).
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 MACHINE_KEYS = ("processor", "cores", "threads", "system", "device")
 
 
-def profile_key(directory: Path, base: Base) -> dict[str, Any]:
-    """What a profile belongs to: the machine (threads in use included), the heads' weights, the base and its dtype."""
+def profile_key(directory: Path, base: Base, drawn: bool = False) -> dict[str, Any]:
+    """What a profile belongs to: the machine (threads in use included), the heads' weights, the base and its dtype;
+    with `drawn`, the sampled texts of a drafter that grows its trees."""
     machine = describe_machine(base.device)
     weights = weights_file(directory)
     if not weights.is_file():
@@ -39,6 +40,7 @@ def profile_key(directory: Path, base: Base) -> dict[str, Any]:
         "base": base.weights_hash,
         "dtype": str(base.dtype).removeprefix("torch."),
         "attention": str(base.config._attn_implementation),
+        **({"drawn": True} if drawn else {}),
     }
 
 
@@ -47,9 +49,11 @@ def profile_path(key: dict[str, Any]) -> Path:
     return cache_dir() / "profiles" / f"{digest}.json"
 
 
-def write_profile(directory: Path, base: Base, choice: Tree | DynamicTree, facts: dict[str, Any]) -> Path:
+def write_profile(
+    directory: Path, base: Base, choice: Tree | DynamicTree, facts: dict[str, Any], *, drawn: bool = False
+) -> Path:
     """Keeps a choice and what led to it. The file appears whole or not at all."""
-    key = profile_key(directory, base)
+    key = profile_key(directory, base, drawn)
     path = profile_path(key)
     chosen = {"tree" if isinstance(choice, Tree) else "dynamic": choice.to_dict()}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -63,9 +67,9 @@ def write_profile(directory: Path, base: Base, choice: Tree | DynamicTree, facts
     return path
 
 
-def read_profile(directory: Path, base: Base) -> Tree | DynamicTree | None:
+def read_profile(directory: Path, base: Base, *, drawn: bool = False) -> Tree | DynamicTree | None:
     """What was tuned for these heads on this machine; None where nothing was. A damaged profile is an error."""
-    path = profile_path(profile_key(directory, base))
+    path = profile_path(profile_key(directory, base, drawn))
     if not path.is_file():
         return None
     try:

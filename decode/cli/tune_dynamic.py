@@ -58,7 +58,8 @@ def tune_dynamic(
     report |= {"measured": measured, "load_average": load_average(), "versions": versions()}
     predicted = report["predicted"]
     report["error"] = {name: predicted[name] / value - 1.0 for name, value in measured.items()}
-    report["path"] = None if dry_run else str(write_profile(directory, base, chosen, report))
+    drawn = not settings.sampling.greedy
+    report["path"] = None if dry_run else str(write_profile(directory, base, chosen, report, drawn=drawn))
     lines += [
         f"predicted {predicted['tokens_per_second']:.1f} tokens/s, {predicted['speedup']:.2f} times plain decoding",
         f"measured on other prompts {measured['tokens_per_second']:.1f}, {measured['speedup']:.2f} times "

@@ -18,7 +18,7 @@ from decode.dynamic import DynamicTree, TreeChoice
 from decode.dynamic_costs import DynamicCost, limited, measure_dynamic_costs
 from decode.dynamic_tuning import accepted_tokens, choose_limits, drawn_accuracy, record, replay, value
 from decode.engine import Decoder
-from decode.profiles import read_profile
+from decode.profiles import read_profile, write_profile
 from decode.sampling import SamplingParams
 from decode.settings import GenerationSettings
 from decode.tree import Tree
@@ -165,11 +165,15 @@ def test_tune_keeps_what_decoding_then_uses(tmp_path: Path, monkeypatch: pytest.
     result = CliRunner().invoke(app, [*arguments, "--json", *(["--sampled"] if sampled else [])])
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
-    stored = read_profile(tmp_path / "heads", base)
+    stored = read_profile(tmp_path / "heads", base, drawn=sampled)
     assert report["measured"]["tokens_per_round"] >= 1.0 and Path(report["path"]).is_file()
     choice = EagleDrafter.from_pretrained(tmp_path / "heads", base).choice
     if sampled:
         assert stored == choice.drawn == Tree.from_dict(report["tree"]) and choice.drawn.size <= 6
+        limits = DynamicTree(2, 2, 3)
+        write_profile(tmp_path / "heads", base, limits, {})
+        choice = EagleDrafter.from_pretrained(tmp_path / "heads", base).choice
+        assert choice == TreeChoice(limits, stored), "each keeps its own"
     else:
         assert stored == choice.likeliest == DynamicTree.from_dict(report["dynamic"])
         assert choice.drawn.size <= stored.nodes, "a node costs as much when it is drawn"
