@@ -35,7 +35,7 @@ def draw(result: Mapping[str, Any], path: Path) -> Path:
             [max(0.0, found["interval"][1] - found["speedup"]) for found in against],
         ]
         bars = ax.barh(names, values, xerr=errors, color="#4477aa", ecolor="#333333", capsize=3, label="measured")
-        ax.bar_label(bars, [f" {value:.2f}×" for value in values], padding=12, fontsize=8)
+        ax.bar_label(bars, [f"{value:.2f}×" for value in values], label_type="center", color="white", fontsize=8)
         said = [(i, ways[name]["predicted_speedup"]) for i, name in enumerate(names) if "gap" in ways[name]]
         ax.plot([p for _, p in said], [i for i, _ in said], "D", color="#cc6677", label="predicted")
         ax.axvline(1.0, color="black", linewidth=1)
