@@ -232,3 +232,17 @@ def test_overfitted_heads_accept_the_full_depth() -> None:
     result = decoder.generate(PROMPT, GenerationSettings(max_new_tokens=21))
     assert result.token_ids == truth[:21]
     assert result.stats.acceptance_histogram == [0, 0, 0, 5]
+
+
+def test_what_a_call_returns_may_be_changed_in_place() -> None:
+    """The engine's own tensors are of torch's inference mode; the caller's are not."""
+    settings = GenerationSettings(max_new_tokens=3, output_scores=True, output_logits=True)
+    result = Decoder(tiny_base()).generate(PROMPT, settings)
+    for given in (result.scores, result.logits):
+        assert given is not None and not given.is_inference()
+        given.add_(1.0)
+
+
+def test_between_the_chunks_of_a_stream_the_callers_mode_holds() -> None:
+    for _ in Decoder(tiny_base()).stream(PROMPT, GenerationSettings(max_new_tokens=3)):
+        assert not torch.is_inference_mode_enabled() and torch.is_grad_enabled()
