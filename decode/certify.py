@@ -25,7 +25,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from decode.benchmark.identity import first_difference
-from decode.engine import Decoder, Prefix
+from decode.engine import Decoder
+from decode.prefix import Prefix
 from decode.sampling import SamplingParams, build_processors, node_law
 from decode.settings import GenerationSettings
 from medusa_heads.base import Base

@@ -113,7 +113,7 @@ def tuned_choice(directory: Path, base: Base, deepest: int | None = None) -> Tre
     choice = read_choice(directory, deepest)
     if not (directory / WEIGHTS).is_file():  # profiles go by this project's own files; a foreign checkpoint has none
         return choice
-    limits, drawn = (read_profile(directory, base, drawn=drawn) for drawn in (False, True))
+    limits, drawn = read_profile(directory, base), read_profile(directory, base, drawn=True)
     if isinstance(limits, Tree):  # where versions before this one kept drawn trees
         limits, drawn = None, limits if drawn is None else drawn
     if not isinstance(drawn, Tree):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from decode.drafters import Draft, Drafter, DraftSession, SharesCache
 from decode.fixed import SLOTS, FixedPasses, rounded_up
 from decode.guard import DEFAULT_GUARD, CostMemory, Guard, GuardSettings
 from decode.mask import RunningMask
+from decode.prefix import Prefix
 from decode.rows import Row
 from decode.settings import Chunk, GenerationResult, GenerationSettings
 from decode.stats import Clock
@@ -28,28 +29,6 @@ from medusa_heads.errors import ConfigError
 ROOT_ONLY = Tree.chain(1)
 PREFILL_CHUNK = 512
 """Tokens of a prompt in one forward pass: bounds the memory of attention and logits over long prompts."""
-
-
-@dataclass
-class Prefix:
-    """What a caller keeps between turns, so that a shared beginning is not computed again. Owned by the caller; one
-    call at a time may use it. A call that fails, or is left before its end, leaves what it had read by then."""
-
-    base: Base | None = None
-    cache: TreeCache | None = None
-    ids: list[int] | None = None
-    """The tokens that the cache holds; None while a call changes it, and where one failed in doing so."""
-    drafter: Drafter | None = None
-    session: DraftSession | None = None
-
-    def shared_length(self, prompt_ids: Sequence[int]) -> int:
-        """Tokens of the prompt that need not be computed again. The last one always is: its state is needed."""
-        length = 0
-        for ours, theirs in zip(self.ids or [], prompt_ids[:-1], strict=False):
-            if ours != theirs:
-                break
-            length += 1
-        return length
 
 
 def _padded(mask: Tensor, nodes: int) -> Tensor:

@@ -26,8 +26,9 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 
 from decode.drafters import load_drafter
 from decode.dynamic import DEFAULT, DynamicTree
-from decode.engine import Decoder, Prefix
+from decode.engine import Decoder
 from decode.hf_rows import BatchRow, row_criteria, row_processors, split_criteria
+from decode.prefix import Prefix
 from decode.sampling import SamplingParams
 from decode.settings import GenerationResult, GenerationSettings
 from decode.stats import Stats

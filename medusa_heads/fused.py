@@ -130,13 +130,7 @@ class FusedLayer(nn.Module):
         block = self.block
         batch, length, _ = hidden_states.shape
         q, k, v = _attended(block, hidden_states, given)
-        mask = given["attention_mask"]
-        if mask is not None and mask.shape[1:3] == (1, block.heads // block.groups * length):
-            folded = q.reshape(batch, block.groups, -1, block.size)
-            out = torch.nn.functional.scaled_dot_product_attention(folded, k, v, attn_mask=mask, scale=block.scaling)
-            out = out.view(batch, block.heads, length, block.size).transpose(1, 2)
-        else:
-            out, _ = folded_attention(self.self_attn, q, k, v, mask, scaling=block.scaling)
+        out, _ = folded_attention(self.self_attn, q, k, v, given["attention_mask"], scaling=block.scaling)
         middle = hidden_states + block.output(out.reshape(batch, length, -1))
         gate, up = block.gate_up(block.middle_norm(middle)).chunk(2, -1)
         return middle + block.down(block.act(gate) * up)
@@ -180,7 +174,7 @@ def fuse_layers(decoder: nn.Module, run: Callable[[], object]) -> int:
     """Has the decoder's layers that are the usual block run as `FusedLayer`, in place. Returns how many.
 
     Args:
-        run: passes of the decoder that call each layer, with and without a cache and a mask.
+        run: passes of the decoder that call each layer, behind an empty cache and behind one that holds tokens.
     """
     candidates: list[Any] = [
         module for module in decoder.modules() if not isinstance(module, FusedLayer) and _has_parts(module)

@@ -14,7 +14,8 @@ from decode.cli import common
 from medusa_heads.errors import UserError
 
 if TYPE_CHECKING:
-    from decode.engine import Decoder, Prefix
+    from decode.engine import Decoder
+    from decode.prefix import Prefix
     from decode.settings import Chunk, GenerationSettings
     from decode.stats import Stats
 
@@ -65,7 +66,7 @@ def chat(
     )
     pair = common.load_pair(base, heads, plain=plain, dtype=dtype, device=device, drafter=drafter)
     decoder = pair.decoder(guarded=not no_guard)
-    from decode.engine import Prefix
+    from decode.prefix import Prefix
 
     start = [{"role": "system", "content": system}] if system else []
     conversation = Conversation(decoder, settings, start, Prefix(), color=color)

@@ -10,7 +10,8 @@ import torch
 from decode.drafters.eagle import EagleDrafter
 from decode.drafters.hydra import HydraDrafter
 from decode.dynamic import DynamicTree
-from decode.engine import Decoder, Prefix
+from decode.engine import Decoder
+from decode.prefix import Prefix
 from decode.settings import GenerationSettings
 from decode.tree import Tree
 from medusa_heads.base import Base

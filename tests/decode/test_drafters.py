@@ -7,8 +7,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from decode.engine import Decoder, Prefix
+from decode.engine import Decoder
 from decode.hf import speculate
+from decode.prefix import Prefix
 from decode.sampling import SamplingParams
 from decode.settings import GenerationSettings
 from tests.conftest import tiny_base

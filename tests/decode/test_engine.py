@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from decode.drafters.medusa import MedusaDrafter
-from decode.engine import Decoder, Prefix
+from decode.engine import Decoder
+from decode.prefix import Prefix
 from decode.sampling import SamplingParams
 from decode.settings import GenerationSettings
 from decode.support import check_tree_support

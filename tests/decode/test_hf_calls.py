@@ -13,7 +13,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from decode import speculate
 from decode.certify import BLOCK, BlockLaw, chi_square_tail, g_statistic
-from decode.engine import Prefix
+from decode.prefix import Prefix
 from decode.sampling import SamplingParams
 from decode.tree import Tree
 from medusa_heads.base import Base

@@ -10,7 +10,8 @@ import torch
 
 from decode.certify import plain_greedy
 from decode.drafters.medusa import MedusaDrafter
-from decode.engine import Decoder, Prefix
+from decode.engine import Decoder
+from decode.prefix import Prefix
 from decode.sampling import SamplingParams
 from decode.settings import GenerationSettings
 from decode.tree import Tree
