@@ -295,3 +295,35 @@ def test_a_first_pass_can_be_held() -> None:
     cache.commit([[0, 2, 4]])
     naive.commit(torch.cat((first, second), dim=2), [[0, 2, 4]])
     assert_holds(cache, naive)
+
+
+def test_the_room_of_a_pass_is_where_update_writes_and_what_it_reads() -> None:
+    """Also after rows were dropped, buffers have grown, and behind what is held."""
+    generator = torch.Generator().manual_seed(0)
+    ours, theirs = (TreeCache(num_layers=2, batch_size=2, capacity=4) for _ in range(2))
+
+    def states(length: int) -> list[list[torch.Tensor]]:
+        rows = len(ours.lengths)
+        return [[torch.randn(rows, 3, length, 5, generator=generator) for _ in "kv"] for _ in range(2)]
+
+    def check(length: int) -> None:
+        for layer, (k, v) in enumerate(states(length)):
+            room = ours.room(layer, length)
+            assert room is not None
+            room[0].copy_(torch.stack((k, v)))
+            assert all(map(torch.equal, room[1:], theirs.update(k, v, layer)))
+
+    assert ours.room(0, 3) is None, "before anything was written nothing is known of its shape"
+    for layer, (k, v) in enumerate(states(3)):
+        for cache in (ours, theirs):
+            cache.update(k, v, layer)
+    for step in (
+        lambda cache: cache.commit([range(3), range(2)]),
+        lambda cache: cache.hold(4),
+        lambda cache: cache.commit([[0, 2, 5], [1]]),
+        lambda cache: cache.keep_rows([0]),  # the longest: the offset stays
+        lambda cache: cache.truncate(1),
+    ):
+        for cache in (ours, theirs):
+            step(cache)
+        check(4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import LogitsProcessorList
 
 from decode.drafters.medusa import MedusaDrafter
 from decode.engine import Decoder
@@ -237,8 +238,11 @@ def test_overfitted_heads_accept_the_full_depth() -> None:
 
 def test_what_a_call_returns_may_be_changed_in_place() -> None:
     """The engine's own tensors are of torch's inference mode; the caller's are not."""
-    settings = GenerationSettings(max_new_tokens=3, output_scores=True, output_logits=True)
+    inside: list[bool] = []
+    note = LogitsProcessorList([lambda ids, scores: (inside.append(scores.is_inference()), scores)[1]])  # type: ignore[list-item]
+    settings = GenerationSettings(max_new_tokens=3, output_scores=True, output_logits=True, logits_processor=note)
     result = Decoder(tiny_base()).generate(PROMPT, settings)
+    assert inside and all(inside)
     for given in (result.scores, result.logits):
         assert given is not None and not given.is_inference()
         given.add_(1.0)
